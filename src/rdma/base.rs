@@ -26,7 +26,7 @@ use crate::os::log::NET;
 use crate::session::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
-use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
+use crate::session::peer::{Health, Peer, failure, left_early, lost, reported_by_peer};
 
 /// How long after the peer's goodbye completions of its earlier writes may still appear, and how long after a flush the
 /// peer may still report the cause.
@@ -91,7 +91,7 @@ pub(crate) struct Base {
     /// Asynchronous events of its queues.
     pub(super) mishap: Arc<Mishap>,
     /// The other side's messages about queue pairs.
-    words: Mutex<Vec<QpMessage>>,
+    qp_messages: Mutex<Vec<QpMessage>>,
     /// Queue pairs that have ended and are still to be destroyed.
     ended: Mutex<Vec<QueuePair>>,
     /// Makes the thread that holds the connection's state take care of the queue pairs.
@@ -124,7 +124,7 @@ impl Base {
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
             mishap: Arc::new(Mishap::new(fabric.alarm())),
-            words: Mutex::default(),
+            qp_messages: Mutex::default(),
             ended: Mutex::default(),
             alarm: fabric.alarm(),
         };
@@ -149,8 +149,8 @@ impl Base {
     }
 
     /// The other side's messages about queue pairs that were not processed yet.
-    pub(super) fn words(&self) -> MutexGuard<'_, Vec<QpMessage>> {
-        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn qp_messages(&self) -> MutexGuard<'_, Vec<QpMessage>> {
+        self.qp_messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn ended(&self) -> MutexGuard<'_, Vec<QueuePair>> {
@@ -300,11 +300,11 @@ impl Base {
                     self.query.store(header.total | QUERIED, Ordering::Release);
                     self.alarm.raise();
                 }
-                Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
+                Type::Fail => return Err(reported_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
                 Type::Fenced => {
-                    self.is_reported(QpMessage { notice: QpNotice::Ended(header.total), ..QpMessage::of(&header) })
+                    self.qp_message(QpMessage { notice: QpNotice::Ended(header.total), ..QpMessage::of(&header) })
                 }
-                Type::QueuePair => self.is_reported(QpMessage { notice: notice(&header), ..QpMessage::of(&header) }),
+                Type::QueuePair => self.qp_message(QpMessage { notice: notice(&header), ..QpMessage::of(&header) }),
                 Type::Ack => received = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
@@ -318,8 +318,8 @@ impl Base {
     }
 
     /// The other side has sent a message about a queue pair.
-    fn is_reported(&self, word: QpMessage) {
-        self.words().push(word);
+    fn qp_message(&self, message: QpMessage) {
+        self.qp_messages().push(message);
         self.alarm.raise();
     }
 
@@ -432,12 +432,12 @@ impl Base {
 
     /// Keeps the failure if it is the first, and reports it to the log and the peer.
     pub(crate) fn fail(&self, error: Error) {
-        let words = failure(&error);
+        let frames = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
         // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
         // peer's name.
         let tells = !self.is_closing() && error.report_once();
-        let is_first = self.health.fail_telling(error.clone(), || self.send_control(&words));
+        let is_first = self.health.fail_telling(error.clone(), || self.send_control(&frames));
         if is_first && tells {
             self.peer.warn_of(self.doing, &error);
         }
@@ -457,8 +457,8 @@ impl Base {
     /// The host took memory of an outstanding request back, as it does on an abort: nothing to warn of.
     pub(super) fn was_withdrawn(&self) {
         let error = self.ended_early("took back memory").with_peer(&self.peer);
-        let words = failure(&error);
-        self.health.fail_telling(error, || self.send_control(&words));
+        let frames = failure(&error);
+        self.health.fail_telling(error, || self.send_control(&frames));
     }
 
     /// Sends a frame, over this socket or the next one.

@@ -262,7 +262,7 @@ mod tests {
         drop(far);
         let start = Instant::now();
         while control.cut.is_none() && start.elapsed() < Duration::from_secs(10) {
-            control.queue_frame(b"a word");
+            control.queue_frame(b"a frame");
         }
         let end = control.read(&mut [0; 8], Duration::MAX).expect_err("it is over");
         assert_eq!(end.kind(), io::ErrorKind::ConnectionReset);

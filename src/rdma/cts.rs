@@ -158,11 +158,11 @@ impl Ring {
 
     /// The receiver's count of eager messages, if it has arrived complete.
     #[inline]
-    pub(crate) fn word(&self) -> Option<u32> {
+    pub(crate) fn credit(&self) -> Option<u32> {
         let place = self.0[CTS_ENTRIES].0.get();
         // SAFETY: inside the place, aligned to 8 since places are aligned to 64.
         let bits = unsafe { AtomicU64::from_ptr(place.cast()) }.load(Ordering::Acquire);
-        decode_word(u64::from_le(bits))
+        decode_credit(u64::from_le(bits))
     }
 
     /// Whether CTS entry `number` seems to have arrived: it may still be incomplete.
@@ -192,12 +192,12 @@ impl Ring {
 }
 
 /// A number and its complement: half of one with half of another is detected.
-pub(crate) fn encode_word(number: u32) -> u64 {
+pub(crate) fn encode_credit(number: u32) -> u64 {
     u64::from(number) | u64::from(!number) << 32
 }
 
 /// The number, if it is complete.
-fn decode_word(bits: u64) -> Option<u32> {
+fn decode_credit(bits: u64) -> Option<u32> {
     let number = bits as u32;
     ((bits >> 32) as u32 == !number).then_some(number)
 }
@@ -360,13 +360,13 @@ mod tests {
     #[test]
     fn a_word_is_believed_when_it_is_whole() {
         let ring = Ring::new().expect("memory");
-        assert_eq!(ring.word(), None);
+        assert_eq!(ring.credit(), None);
         for number in [0, 1, 77, u32::MAX] {
             // SAFETY: the last place, and no other thread uses the ring.
-            unsafe { *ring.0[CTS_ENTRIES].0.get().cast::<u64>() = encode_word(number).to_le() };
-            assert_eq!(ring.word(), Some(number));
+            unsafe { *ring.0[CTS_ENTRIES].0.get().cast::<u64>() = encode_credit(number).to_le() };
+            assert_eq!(ring.credit(), Some(number));
         }
-        let torn = encode_word(5) & 0xffff_ffff | encode_word(6) & !0xffff_ffff;
-        assert_eq!(decode_word(torn), None);
+        let torn = encode_credit(5) & 0xffff_ffff | encode_credit(6) & !0xffff_ffff;
+        assert_eq!(decode_credit(torn), None);
     }
 }

@@ -282,8 +282,8 @@ pub(crate) fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaS
     let is_own = |gid: &Gid| own.contains(&Ipv6Addr::from(*gid));
     let is_of_port = |entry: &&RawGidEntry| entry.port == u32::from(port) && entry.index < entries;
     // Of all ports together.
-    let told = context.gid_entries(MAX_GIDS).unwrap_or_default();
-    if told.iter().any(|entry| is_of_port(&entry)) {
+    let listed = context.gid_entries(MAX_GIDS).unwrap_or_default();
+    if listed.iter().any(|entry| is_of_port(&entry)) {
         let entry = |raw: &RawGidEntry| GidEntry {
             index: raw.index,
             gid: raw.gid,
@@ -295,7 +295,7 @@ pub(crate) fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaS
             interface: (raw.interface != 0).then_some(raw.interface),
             is_own: is_own(&raw.gid),
         };
-        return told.iter().filter(is_of_port).map(entry).collect();
+        return listed.iter().filter(is_of_port).map(entry).collect();
     }
     let entry = |index| {
         let gid = context.gid(port, index).ok()?;

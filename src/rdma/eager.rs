@@ -21,7 +21,7 @@
 //!
 //! # Credit
 //! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has delivered and sends that
-//! count with its CTS entries, or separately ([`Ring::word`](super::cts::Ring::word)). The sender never has more than
+//! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more than
 //! `PLACES` undelivered messages. That also keeps it from writing into a place that was not read: message n needs `n -
 //! PLACES + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
 //! deliver into a buffer. So if it had not read place n modulo `PLACES`, whose message is `n - PLACES`, it could have
@@ -49,7 +49,7 @@ pub(crate) const PLACES: usize = 64;
 const PLACE: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
 
 /// The receiver reports its count when it has grown by this much.
-const TELL_AFTER: u32 = PLACES as u32 / 2;
+const REPORT_AFTER: u32 = PLACES as u32 / 2;
 
 #[repr(align(64))]
 struct Place(UnsafeCell<[u8; PLACE]>);
@@ -150,7 +150,7 @@ impl Credit {
     }
 
     /// The receiver has delivered this many, modulo 65,536. Outdated and impossible counts change nothing.
-    fn told(&mut self, handed_on: u16) -> bool {
+    fn returned(&mut self, handed_on: u16) -> bool {
         let more = u32::from(handed_on.wrapping_sub(self.handed_on as u16));
         let is_news = more > 0 && more <= self.sent.wrapping_sub(self.handed_on);
         if is_news {
@@ -208,8 +208,8 @@ impl Outbox {
 
     /// The receiver has delivered this many messages, modulo 65,536. Returns whether that is new.
     #[inline]
-    pub(crate) fn told(&mut self, handed_on: u16) -> bool {
-        self.credit.told(handed_on)
+    pub(crate) fn returned(&mut self, handed_on: u16) -> bool {
+        self.credit.returned(handed_on)
     }
 
     /// Copies a message into the next place. There must be room.
@@ -289,9 +289,9 @@ pub(crate) struct Address {
 
 impl Address {
     /// As the receiver announced it.
-    pub(crate) fn new(start: u64, told: &[u32]) -> Self {
+    pub(crate) fn new(start: u64, own: &[u32]) -> Self {
         let mut keys = [0; MAX_DEVICES];
-        keys.iter_mut().zip(told).for_each(|(key, told)| *key = *told);
+        keys.iter_mut().zip(own).for_each(|(key, own)| *key = *own);
         Self { start, keys }
     }
 
@@ -309,7 +309,7 @@ pub(crate) struct Inbox {
     places: Pages<Place>,
     arrived: u32,
     handed_on: u32,
-    told: u32,
+    reported: u32,
     last: Last,
     /// Messages whose receives are not posted.
     kept: Vec<Kept>,
@@ -348,7 +348,7 @@ impl Inbox {
     pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
         let places = Pages::zeroed(PLACES)?;
         let regions = own_regions(adapters, &places)?;
-        Ok(Self { regions, places, arrived: 0, handed_on: 0, told: 0, last: Last::default(), kept: Vec::new() })
+        Ok(Self { regions, places, arrived: 0, handed_on: 0, reported: 0, last: Last::default(), kept: Vec::new() })
     }
 
     /// Where the sender writes.
@@ -424,15 +424,15 @@ impl Inbox {
 
     /// How many messages were delivered, for a CTS entry that is written now.
     #[inline]
-    pub(crate) fn tell(&mut self) -> u16 {
-        self.told = self.handed_on;
+    pub(crate) fn report(&mut self) -> u16 {
+        self.reported = self.handed_on;
         self.handed_on as u16
     }
 
     /// Whether the count should be sent separately.
     #[inline]
     pub(crate) fn is_telling_due(&self) -> bool {
-        self.handed_on.wrapping_sub(self.told) >= TELL_AFTER
+        self.handed_on.wrapping_sub(self.reported) >= REPORT_AFTER
     }
 }
 
@@ -489,7 +489,7 @@ mod tests {
             let mut credit = Credit { sent: start, handed_on: start };
             // Messages that are read but not delivered may be delivered in any order.
             let (mut read, mut handed_on) = (start, start);
-            let mut news = vec![start as u16];
+            let mut reports = vec![start as u16];
             for (event, index) in events {
                 match event {
                     0 if credit.is_left() => {
@@ -500,11 +500,11 @@ mod tests {
                     1 if read != credit.sent => read = read.wrapping_add(1),
                     2 if handed_on != read => {
                         handed_on = handed_on.wrapping_add(1);
-                        news.push(handed_on as u16);
+                        reports.push(handed_on as u16);
                     }
                     3 => {
-                        let from = news.len().saturating_sub(200);
-                        credit.told(news[from + index.index(news.len() - from)]);
+                        let from = reports.len().saturating_sub(200);
+                        credit.returned(reports[from + index.index(reports.len() - from)]);
                     }
                     _ => {}
                 }

@@ -119,8 +119,8 @@ impl Ledger {
             qp.done = 0;
             return Ok(Settled { arrived: qp.sent.drain(..).collect(), lost: Vec::new() });
         };
-        let news = arrived.checked_sub(qp.done).and_then(|news| usize::try_from(news).ok());
-        let Some(news) = news.filter(|news| *news <= qp.sent.len()) else {
+        let newly = arrived.checked_sub(qp.done).and_then(|newly| usize::try_from(newly).ok());
+        let Some(newly) = newly.filter(|newly| *newly <= qp.sent.len()) else {
             return Err(Error::remote(format!(
                 "of a lost queue pair the receiver has taken {arrived} immediates, but {} were acknowledged and {} more \
                  sent",
@@ -130,7 +130,7 @@ impl Ledger {
         };
         // A queue pair that replaces it counts from the beginning.
         qp.done = 0;
-        Ok(Settled { arrived: qp.sent.drain(..news).collect(), lost: qp.sent.drain(..).collect() })
+        Ok(Settled { arrived: qp.sent.drain(..newly).collect(), lost: qp.sent.drain(..).collect() })
     }
 }
 

@@ -17,7 +17,7 @@ use std::time::Instant;
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
-use super::cts::{CTS_BYTES, CTS_ENTRIES, Immediate, encode_word};
+use super::cts::{CTS_BYTES, CTS_ENTRIES, Immediate, encode_credit};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Qp};
 use super::flush::{self, Around, Flush};
@@ -232,7 +232,7 @@ impl RdmaRecv {
         };
         let conn = Self::unwatched(base, target, state);
         // The first count: from now on short messages may arrive unannounced.
-        conn.write_word_now(&mut conn.state())?;
+        conn.write_credit_now(&mut conn.state())?;
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.watch()?;
         Ok(conn)
@@ -301,7 +301,7 @@ impl RdmaRecv {
         if announced > 0 {
             outcome = outcome.and_then(|()| self.write_cts(&mut state, first, announced));
         }
-        let outcome = outcome.and_then(|()| self.write_word(&mut state));
+        let outcome = outcome.and_then(|()| self.write_credit(&mut state));
         if let Err(error) = outcome {
             self.end(state, error);
             // SAFETY: inside irecv.
@@ -357,7 +357,7 @@ impl RdmaRecv {
         let mut hands = Hands { table, receives, inbox, orders, used };
         let moved = fabric.poll(|qps, completion| self.took(qps, &mut hands, completion))?;
         if moved {
-            self.write_word(state)?;
+            self.write_credit(state)?;
         }
         if state.fabric.as_ref().is_some_and(Fabric::is_alarmed) {
             self.tend(state)?;
@@ -584,7 +584,7 @@ impl RdmaRecv {
         let is_silent = inbox.is_some() && is_short && *to_announce == 0;
         *to_announce = to_announce.saturating_sub(1);
         if !is_silent {
-            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::report));
             mirror.cts_entries[receives.written() as usize % CTS_ENTRIES] = cts.encode();
         }
         Ok(())
@@ -601,7 +601,7 @@ impl RdmaRecv {
             }
             let State { receives, inbox, mirror: Some(mirror), .. } = &mut *state else { return Ok(()) };
             let first = receives.written();
-            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::report));
             mirror.cts_entries[receives.written() as usize % CTS_ENTRIES] = cts.encode();
             self.write_cts(state, first, 1)?;
         }
@@ -610,20 +610,20 @@ impl RdmaRecv {
 
     /// Reports to the sender how many short messages were delivered, when no CTS entry has for long.
     #[inline]
-    fn write_word(&self, state: &mut State) -> Result<()> {
-        if state.inbox.as_ref().is_some_and(Inbox::is_telling_due) { self.write_word_now(state) } else { Ok(()) }
+    fn write_credit(&self, state: &mut State) -> Result<()> {
+        if state.inbox.as_ref().is_some_and(Inbox::is_telling_due) { self.write_credit_now(state) } else { Ok(()) }
     }
 
     #[cold]
-    fn write_word_now(&self, state: &mut State) -> Result<()> {
+    fn write_credit_now(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, cts_qp, .. } = state else {
             return Ok(());
         };
         if fabric.qp(*cts_qp).room() < 2 {
             return Ok(());
         }
-        let word = inbox.tell();
-        mirror.cts_entries[CTS_ENTRIES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
+        let credit = inbox.report();
+        mirror.cts_entries[CTS_ENTRIES][..8].copy_from_slice(&encode_credit(credit.into()).to_le_bytes());
         self.write_to_ring((fabric, *cts_qp), mirror, silent, CTS_ENTRIES, 8)
     }
 

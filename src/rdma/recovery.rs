@@ -62,8 +62,8 @@ impl Base {
         mut answer: impl FnMut(&mut Fabric, usize, (u16, &QpRecord)) -> Result<()>,
     ) -> Result<Tended> {
         let mut gone = Vec::new();
-        let words = std::mem::take(&mut *self.words());
-        for QpMessage { qp, epoch, notice } in words {
+        let messages = std::mem::take(&mut *self.qp_messages());
+        for QpMessage { qp, epoch, notice } in messages {
             let index = usize::try_from(qp).unwrap_or(usize::MAX);
             if !fabric.qps.get(index).is_some_and(|qp| qp.recovers) {
                 return Err(Error::remote(format!("the peer gave up queue pair {qp} of this connection"))
@@ -118,8 +118,8 @@ impl Base {
             {
                 self.end_pair(qp);
                 qp.state = QpState::Ended { since };
-                let word = Header { order: index as u64, total: qp.arrived, ..Header::of(Type::Fenced, qp.epoch) };
-                self.send_control(&word.encode());
+                let fenced = Header { order: index as u64, total: qp.arrived, ..Header::of(Type::Fenced, qp.epoch) };
+                self.send_control(&fenced.encode());
             }
             if let QpState::Ended { since } = qp.state {
                 // A receiver that has closed had received everything it wanted.
@@ -269,7 +269,7 @@ impl Base {
                 continue;
             }
             if let Some(until) = qp.relapses.until().filter(|until| *until > now && !is_alone) {
-                if let Some((times, pause)) = qp.relapses.news() {
+                if let Some((times, pause)) = qp.relapses.take_unreported() {
                     let (doing, peer, port) = (self.doing, &self.peer, self.adapters[qp.adapter].name());
                     tracing::warn!(
                         target: NET,

@@ -28,8 +28,8 @@ pub(crate) struct Relapses {
     returned: Option<Instant>,
     in_a_row: u32,
     until: Option<Instant>,
-    /// For how long, if that was not told yet.
-    news: Option<Duration>,
+    /// For how long, if that was not reported yet.
+    unreported: Option<Duration>,
 }
 
 impl Relapses {
@@ -43,8 +43,8 @@ impl Relapses {
         let is_soon = self.returned.take().is_some_and(|at| now.saturating_duration_since(at) < SOON);
         self.in_a_row = if is_soon { self.in_a_row.saturating_add(1) } else { 0 };
         let beyond = self.in_a_row.checked_sub(FREE + 1);
-        self.news = beyond.map(|count| Duration::from_secs(2 << count.min(4)).min(LONGEST));
-        self.until = self.news.map(|pause| now + pause);
+        self.unreported = beyond.map(|count| Duration::from_secs(2 << count.min(4)).min(LONGEST));
+        self.until = self.unreported.map(|pause| now + pause);
     }
 
     /// Until when it is left out; None if it is not.
@@ -53,8 +53,8 @@ impl Relapses {
     }
 
     /// How often it was lost in a row soon after its return, and how long it is left out. Once for each time.
-    pub(crate) fn news(&mut self) -> Option<(u32, Duration)> {
-        self.news.take().map(|pause| (self.in_a_row, pause))
+    pub(crate) fn take_unreported(&mut self) -> Option<(u32, Duration)> {
+        self.unreported.take().map(|pause| (self.in_a_row, pause))
     }
 }
 
@@ -69,9 +69,9 @@ mod tests {
             .map(|seconds| {
                 now += Duration::from_secs(*seconds);
                 qp.is_lost(now);
-                let (until, pause) = (qp.until(), qp.news().map_or(Duration::ZERO, |(_, pause)| pause));
+                let (until, pause) = (qp.until(), qp.take_unreported().map_or(Duration::ZERO, |(_, pause)| pause));
                 assert_eq!(until, (!pause.is_zero()).then(|| now + pause));
-                assert_eq!(qp.news(), None, "once");
+                assert_eq!(qp.take_unreported(), None, "once");
                 now += pause;
                 qp.is_back(now);
                 pause.as_secs()
@@ -93,6 +93,6 @@ mod tests {
     fn a_loss_without_a_return_in_between_is_the_first() {
         let (mut qp, now) = (Relapses::default(), Instant::now());
         (0..10).for_each(|_| qp.is_lost(now));
-        assert_eq!((qp.until(), qp.news()), (None, None));
+        assert_eq!((qp.until(), qp.take_unreported()), (None, None));
     }
 }

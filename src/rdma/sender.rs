@@ -476,7 +476,7 @@ impl RdmaSend {
             let Some(cts) = ring.ring.read(state.next_cts) else { return Ok(()) };
             state.next_cts = state.next_cts.wrapping_add(1);
             if let Some(outbox) = &mut state.outbox {
-                outbox.told(cts.handed_on);
+                outbox.returned(cts.handed_on);
             }
             if let Some((key, cts)) = state.matching.cts(cts.tag, cts.order, cts) {
                 state.short_waiting -= usize::from(state.messages[key].is_short());
@@ -504,8 +504,8 @@ impl RdmaSend {
         else {
             return Ok(false);
         };
-        if let Some(word) = ring.ring.word() {
-            outbox.told(word as u16);
+        if let Some(credit) = ring.ring.credit() {
+            outbox.returned(credit as u16);
         }
         let mut room = if again.is_empty() { outbox.room().min(fabric.qp(*short_qp).room() as usize) } else { 0 };
         let released = matching.release(|key| {
@@ -832,7 +832,7 @@ impl State {
 
     #[cold]
     fn receives_yet(&mut self) -> bool {
-        let says = |ring: &RingMemory| ring.ring.word().is_some();
+        let says = |ring: &RingMemory| ring.ring.credit().is_some();
         self.peer_receives = self.next_cts != 1 || self.ring.as_ref().is_some_and(says);
         self.peer_receives
     }
@@ -850,8 +850,8 @@ impl State {
             return false;
         }
         outbox.has_room() || {
-            let word = ring.as_ref().and_then(|ring| ring.ring.word());
-            word.is_some_and(|word| outbox.told(word as u16)) && outbox.has_room()
+            let credit = ring.as_ref().and_then(|ring| ring.ring.credit());
+            credit.is_some_and(|credit| outbox.returned(credit as u16)) && outbox.has_room()
         }
     }
 }

@@ -75,21 +75,21 @@ fn take_in(net: Weak<Net>, acceptor: Arc<dyn Accepts>) -> Arc<dyn Fn(Sock, Socke
 }
 
 /// Reads what the kernel reports of links that go down.
-struct LinkNews {
+struct LinkMonitor {
     net: Weak<Net>,
     links: Links,
     /// Notifications were lost, and the state of some interfaces is still unknown.
     unsure: AtomicBool,
 }
 
-impl Source for LinkNews {
+impl Source for LinkMonitor {
     fn poll(&self) -> Progress {
         let Some(net) = self.net.upgrade() else { return Progress::default() };
-        let news = self.links.read();
-        for event in news.events.into_iter().filter(|event| !event.running) {
+        let changes = self.links.read();
+        for event in changes.events.into_iter().filter(|event| !event.running) {
             net.link_down(event.index);
         }
-        if !news.are_incomplete && !self.unsure.load(Ordering::Relaxed) {
+        if !changes.are_incomplete && !self.unsure.load(Ordering::Relaxed) {
             return Progress::default();
         }
         // Only once the socket is empty: what happens from here on is notified again.
@@ -318,7 +318,7 @@ impl Net {
         let registered = || {
             let links = Links::open().ok()?;
             let fd = links.as_raw_fd();
-            let source = Arc::new(LinkNews { net: self.me.clone(), links, unsure: AtomicBool::new(false) });
+            let source = Arc::new(LinkMonitor { net: self.me.clone(), links, unsure: AtomicBool::new(false) });
             self.poller.control_thread().ok()?.register(source, Some((fd, Interest::Read))).ok()
         };
         if let Some(registration) = registered() {
@@ -448,15 +448,15 @@ mod tests {
                     }
                 }
             });
-            let (told, hears) = std::sync::mpsc::channel();
+            let (done, finished) = std::sync::mpsc::channel();
             let goodbyes = &goodbyes;
             let polls = scope.spawn(move || {
                 while goodbyes.poll().again.is_some() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                let _ = told.send(());
+                let _ = done.send(());
             });
-            let ended = hears.recv_timeout(Duration::from_secs(20));
+            let ended = finished.recv_timeout(Duration::from_secs(20));
             is_over.store(true, Ordering::Relaxed);
             let _ = polls.join();
             ended.expect("its deadline has passed");

@@ -24,7 +24,7 @@ pub struct Outlets {
     /// Interfaces, and the peers that cannot be reached from a socket bound to them.
     unbindable: Mutex<BTreeSet<(u32, IpAddr)>>,
     /// Interfaces whose packets leave by another one, and for which this has been logged.
-    told: Mutex<BTreeSet<(u32, u32)>>,
+    reported: Mutex<BTreeSet<(u32, u32)>>,
 }
 
 fn add<T: Ord>(set: &Mutex<BTreeSet<T>>, one: T) -> bool {
@@ -57,7 +57,7 @@ impl Outlets {
             // `Bind`: the kernel refused to bind, or it did not help.
             Way::Strays(by) | Way::Bind(by) => by,
         };
-        let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.told, (rail.index, by))) else { return };
+        let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.reported, (rail.index, by))) else { return };
         let by = route::name_of(by).unwrap_or_else(|| "another interface".to_owned());
         tracing::warn!(
             target: NET,

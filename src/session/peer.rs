@@ -201,7 +201,7 @@ pub(crate) fn failure(error: &Error) -> Vec<u8> {
 
 /// The error on this side for a failure that the peer reported: a wrong size concerns both sides, everything else is
 /// the peer's failure.
-pub(crate) fn told_by_peer(code: u64, text: &[u8]) -> Error {
+pub(crate) fn reported_by_peer(code: u64, text: &[u8]) -> Error {
     let text: String = String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     let cause = if code == cause_code(Cause::Usage) { Cause::Usage } else { Cause::Remote };
     Error::new(cause, format!("the peer gave up the connection: {text}"))
@@ -266,11 +266,11 @@ mod tests {
     #[test]
     fn what_the_peer_answers_does_not_stand_for_the_cause() {
         let health = Health::default();
-        let told = |text: &str| told_by_peer(cause_code(Cause::Remote), text.as_bytes());
+        let reported = |text: &str| reported_by_peer(cause_code(Cause::Remote), text.as_bytes());
         let first = health.fail_telling(Error::remote("the cable is out"), || {
             assert!(!health.is_failed(), "nobody here takes the socket away before the peer is told");
             // The control thread reads this while this thread is still notifying the peer.
-            assert!(!health.fail(told("the peer gave up the connection: the cable is out")));
+            assert!(!health.fail(reported("the peer gave up the connection: the cable is out")));
         });
         assert!(first);
         let cause = health.check().expect_err("it has failed").to_string();
@@ -282,11 +282,14 @@ mod tests {
     #[test]
     fn only_an_end_by_the_peer_is_no_news_the_second_time() {
         let peer = Peer { label: "host:1".to_owned(), address: ([127, 0, 0, 1], 1).into() };
-        let told = |cause| told_by_peer(cause_code(cause), b"transfers in flight");
-        let ends = [told(Cause::Remote), left_early(&peer), lost(&io::ErrorKind::UnexpectedEof.into())];
+        let reported = |cause| reported_by_peer(cause_code(cause), b"transfers in flight");
+        let ends = [reported(Cause::Remote), left_early(&peer), lost(&io::ErrorKind::UnexpectedEof.into())];
         assert!(ends.iter().all(is_its_end));
-        let own =
-            [told(Cause::Usage), Error::remote("data arrived damaged"), lost(&io::ErrorKind::ConnectionReset.into())];
+        let own = [
+            reported(Cause::Usage),
+            Error::remote("data arrived damaged"),
+            lost(&io::ErrorKind::ConnectionReset.into()),
+        ];
         assert!(!own.iter().any(is_its_end));
     }
 

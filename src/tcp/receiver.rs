@@ -484,7 +484,7 @@ impl RecvConn {
 }
 
 /// A chunk as it is reported to a profiler.
-fn told(header: &Header, stream: usize) -> Chunk {
+fn profiled(header: &Header, stream: usize) -> Chunk {
     Chunk {
         offset: header.offset,
         length: u64::from(header.length),

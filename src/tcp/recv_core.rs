@@ -157,7 +157,7 @@ struct Stream {
     /// Frames that were acknowledged, on this stream or on another.
     acked: u64,
     /// Frames that were acknowledged on this stream.
-    told: u64,
+    acked_here: u64,
     prompt: bool,
     /// A message that the sender waits for became whole by a frame of this stream.
     whole: bool,
@@ -176,7 +176,7 @@ pub struct RecvCore {
     /// Eager bytes whose window may be used again, so far.
     returned: u64,
     /// The same, as last reported to the sender.
-    told: u64,
+    reported: u64,
     /// Receives that the peer has referred to and that are not posted.
     early: u64,
     /// The sender may take the path for a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
@@ -206,7 +206,7 @@ impl RecvCore {
         }
         // The counts continue through all epochs of the stream.
         let received = self.streams[index].received;
-        self.streams[index] = Stream { epoch, received, acked: received, told: received, ..Stream::default() };
+        self.streams[index] = Stream { epoch, received, acked: received, acked_here: received, ..Stream::default() };
     }
 
     /// Whether another group of receives with `tag` can be posted now: the oldest unfinished one must not be too far
@@ -428,7 +428,7 @@ impl RecvCore {
     /// The acknowledgement that stream `index` owes, if any. With `force`, also what no send waits for. After a whole
     /// message it covers all streams.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
-        let owed = self.returned - self.told;
+        let owed = self.returned - self.reported;
         let returned = self.returned;
         let due = self.is_ack_due(index);
         let stream = self.streams.get_mut(index)?;
@@ -436,9 +436,9 @@ impl RecvCore {
         if !(due || force && (frames > 0 || owed > 0)) {
             return None;
         }
-        (stream.acked, stream.told) = (stream.received, stream.received);
+        (stream.acked, stream.acked_here) = (stream.received, stream.received);
         stream.prompt = false;
-        self.told = returned;
+        self.reported = returned;
         let ack = Ack::of_one(stream.epoch, stream.received, returned);
         if !std::mem::take(&mut stream.whole) || self.streams.iter().all(|stream| stream.received == stream.acked) {
             return Some(ack);
@@ -479,7 +479,7 @@ impl RecvCore {
     /// Whether returned credit should be reported to the sender soon: it may be waiting for it.
     #[inline]
     pub(crate) fn owes_credit(&self) -> bool {
-        self.returned - self.told >= EAGER_WINDOW / 4
+        self.returned - self.reported >= EAGER_WINDOW / 4
     }
 
     /// The epoch of stream `index`.
@@ -511,13 +511,13 @@ impl RecvCore {
         stream.fenced = true;
         let unsaid = std::mem::take(&mut stream.whole);
         for other in &mut self.streams {
-            if unsaid || other.acked > other.told {
-                (other.acked, other.prompt) = (other.told, true);
+            if unsaid || other.acked > other.acked_here {
+                (other.acked, other.prompt) = (other.acked_here, true);
             }
         }
         let stream = &mut self.streams[index];
         // An acknowledgement under way may be lost, and the credit in it: report all of it again.
-        self.told = 0;
+        self.reported = 0;
         // A frame that had begun never ends: it does not count, and will come again from its first byte. A
         // staging buffer it had begun to fill is given back by `drop_open`.
         let open = stream.open.take();
@@ -624,7 +624,7 @@ mod tests {
         core.end(2);
         for index in [0, 1] {
             core.begin(index, &Header { flags: WHOLE, ..chunk(index as u64 * 128, 128, 256) }).unwrap();
-            assert!(!core.is_ack_due(index), "a part by itself is not worth a word");
+            assert!(!core.is_ack_due(index), "a part by itself is not worth a frame");
             core.end(index);
         }
         core

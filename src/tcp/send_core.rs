@@ -171,7 +171,7 @@ struct Stream {
     /// Those of them that take packets of full size, whatever the path's MTU.
     long: u64,
     /// Frames that the receiver acknowledged on this stream.
-    told: u64,
+    acked_here: u64,
     /// Frames that the receiver acknowledged on another stream. Those that the kernel accepted completely count; for
     /// the others the thread that holds this stream may not have counted them yet.
     claimed: u64,
@@ -799,10 +799,10 @@ impl SendCore {
         let stream = self.streams.get_mut(index).ok_or_else(unknown)?;
         let written = stream.written.frames();
         // Another stream may already have reported more.
-        if frames > written || frames < stream.told {
-            return Err(impossible(index, frames, written, stream.told));
+        if frames > written || frames < stream.acked_here {
+            return Err(impossible(index, frames, written, stream.acked_here));
         }
-        stream.told = frames;
+        stream.acked_here = frames;
         self.land(index, frames, true, done);
         Ok(())
     }
@@ -1081,7 +1081,7 @@ mod tests {
         core.take_roomy();
         core.acknowledge(1, 1, EAGER_MAX_FAR + MESSAGE_COST, &mut Vec::new()).unwrap();
         assert_eq!(core.no_credit.len(), 0);
-        assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was told, and the first, which has room");
+        assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was acknowledged, and the first, which has room");
     }
 
     #[test]
@@ -1350,7 +1350,7 @@ mod tests {
         assert!(core.next_chunk(2).is_some());
         core.written(2);
         core.acknowledge(2, 1, 0, &mut done).unwrap();
-        assert_eq!(core.take_roomy(), 0, "the one that had room all along needs no word");
+        assert_eq!(core.take_roomy(), 0, "the one that had room all along needs no wake-up");
         core.acknowledge_all(&[0, frames], &mut done).unwrap();
         core.acknowledge(0, 0, 0, &mut done).unwrap();
         assert_eq!((core.take_roomy(), core.take_roomy()), (1 << 1, 0));
@@ -1396,14 +1396,14 @@ mod tests {
             began: Some(moment(10)),
         };
         let again = Landed { offset: 2 * CHUNK_MIN, length: CHUNK_MIN, joined: false, began: None, ..all };
-        assert_eq!(said, [all, again], "what travelled again is a word of its own");
+        assert_eq!(said, [all, again], "what travelled again is a record of its own");
         // One chunk is not several.
         core.post(CHUNK_MIN, 0, true).unwrap();
         assert!(core.next_chunk(1).is_some());
         core.stamp(1, moment(90));
         core.written(1);
         core.acknowledge(1, 3, 0, &mut done).unwrap();
-        let said = core.take_landed().expect("a word");
+        let said = core.take_landed().expect("a record");
         assert_eq!(
             (said.joined, said.length, said.began, core.take_landed()),
             (false, CHUNK_MIN, Some(moment(90)), None)

@@ -344,9 +344,9 @@ impl SendConn {
     /// # Errors
     /// When it cannot be sent.
     pub(crate) fn begin(self: &Arc<Self>) -> Result<()> {
-        let word = self.link.connection.to_le_bytes();
+        let confirmation = self.link.connection.to_le_bytes();
         // A stream that has broken in the meantime is being connected again, and that confirms the same.
-        self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
+        self.streams[0].peek(|io| send_all(&io.sock, &confirmation)).unwrap_or(Ok(()))?;
         let me: Arc<dyn ConnectingSide> = self.clone();
         self.net.remember_connecting(&me);
         if !self.recovery {

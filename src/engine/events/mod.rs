@@ -41,7 +41,7 @@ use crate::os::ticks::{self, Ticks};
 
 /// The events of one connection.
 pub struct Events {
-    ear: OnceLock<Ear>,
+    sink: OnceLock<Sink>,
     /// The last start was taken.
     has_sink: AtomicBool,
     /// What the listener needed when last called: a [`Reader`].
@@ -53,7 +53,7 @@ pub struct Events {
     own: Own,
 }
 
-struct Ear {
+struct Sink {
     listener: Arc<dyn Listener>,
     link: u64,
     send: bool,
@@ -71,7 +71,7 @@ struct Own {
 impl Default for Events {
     fn default() -> Self {
         Self {
-            ear: OnceLock::new(),
+            sink: OnceLock::new(),
             has_sink: AtomicBool::new(false),
             reader: AtomicU8::new(Reader::None as u8),
             has_one_rail: AtomicBool::new(true),
@@ -84,7 +84,7 @@ impl Default for Events {
 impl Events {
     /// Sets the listener, once; `link` is the connection's number, the same on both ends and not secret.
     pub fn listen(&self, listener: Arc<dyn Listener>, link: u64, send: bool) {
-        if self.ear.set(Ear { listener, link, send }).is_ok() {
+        if self.sink.set(Sink { listener, link, send }).is_ok() {
             ticks::set_up();
         }
     }

@@ -9,7 +9,7 @@ use super::super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, Ticket}
 use super::notes::Notes;
 use super::piece::Reported;
 use super::transfer::Transfer;
-use super::{Ear, Events, Path, Source, last};
+use super::{Events, Path, Sink, Source, last};
 use crate::nccl::net_event::Reader;
 use crate::os::ticks::Ticks;
 
@@ -35,13 +35,13 @@ impl Events {
     /// handle (null when NCCL passed none). Returns the time, if this side sends and times are wanted.
     #[inline]
     pub fn follow(&self, slot: u16, part: usize, handle: *mut c_void) -> Option<Ticks> {
-        let (handle, ear) = (NonNull::new(handle)?, self.ear.get()?);
-        self.begin(ear, slot, part, handle)
+        let (handle, sink) = (NonNull::new(handle)?, self.sink.get()?);
+        self.begin(sink, slot, part, handle)
     }
 
     #[cold]
     #[inline(never)]
-    fn begin(&self, ear: &Ear, slot: u16, part: usize, handle: NonNull<c_void>) -> Option<Ticks> {
+    fn begin(&self, sink: &Sink, slot: u16, part: usize, handle: NonNull<c_void>) -> Option<Ticks> {
         let mut desk = self.desk();
         let Desk { paths, transfers, .. } = &mut *desk;
         self.notes.get_or_init(|| {
@@ -55,15 +55,15 @@ impl Events {
         }
         let transfer = &mut transfers[slot][part];
         transfer.is_followed = self.has_sink();
-        transfer.details = self.wants_details(ear);
+        transfer.details = self.wants_details(sink);
         // The sender sees what a receive waits for.
-        let posted = (transfer.is_followed && transfer.details && ear.send).then(Ticks::now);
-        transfer.begin(handle, ear.send, posted);
+        let posted = (transfer.is_followed && transfer.details && sink.send).then(Ticks::now);
+        transfer.begin(handle, sink.send, posted);
         posted
     }
 
-    fn wants_details(&self, ear: &Ear) -> bool {
-        let reader = ear.listener.reader();
+    fn wants_details(&self, sink: &Sink) -> bool {
+        let reader = sink.listener.reader();
         // Written only when it changes: many threads read it.
         if self.reader.load(Ordering::Relaxed) != reader as u8 {
             self.reader.store(reader as u8, Ordering::Relaxed);
@@ -77,11 +77,11 @@ impl Events {
     /// As [`Listener::start`](super::Listener::start), for every request of the connection.
     #[inline]
     pub(crate) unsafe fn report(&self) {
-        if let (Some(ear), Some(notes)) = (self.ear.get(), self.notes.get())
+        if let (Some(sink), Some(notes)) = (self.sink.get(), self.notes.get())
             && notes.are_there()
         {
             // SAFETY: the caller keeps this function's promise, which is the same.
-            unsafe { self.read(ear, notes, &mut self.desk(), None) };
+            unsafe { self.read(sink, notes, &mut self.desk(), None) };
         }
     }
 
@@ -149,11 +149,11 @@ impl Events {
     pub(super) unsafe fn conclude(&self, slot: u16, outcome: &Outcome, record: Option<LastWords>) {
         // SAFETY: the caller keeps this function's promise, which is the same.
         unsafe {
-            self.close(slot, outcome.parts, |ear, part, transfer| {
+            self.close(slot, outcome.parts, |sink, part, transfer| {
                 let size = outcome.sizes[part];
                 if !transfer.is_followed {
                     // Nothing was noted of it. Its end is the moment to find out whether a profiler reads events now.
-                    transfer.details = self.wants_details(ear);
+                    transfer.details = self.wants_details(sink);
                 } else if let Some(note) = record.and_then(|words| last::note(slot, words, size)) {
                     transfer.take(&note);
                 }
@@ -173,22 +173,22 @@ impl Events {
     }
 
     /// Reports the rest of the transfers of a request, which `ends` has ended.
-    unsafe fn close(&self, slot: u16, parts: usize, mut ends: impl FnMut(&Ear, usize, &mut Transfer)) {
-        let (Some(ear), Some(notes)) = (self.ear.get(), self.notes.get()) else { return };
+    unsafe fn close(&self, slot: u16, parts: usize, mut ends: impl FnMut(&Sink, usize, &mut Transfer)) {
+        let (Some(sink), Some(notes)) = (self.sink.get(), self.notes.get()) else { return };
         let mut desk = self.desk();
         let Some(transfers) = desk.transfers.get(usize::from(slot)) else { return };
         if transfers[..parts].iter().any(|transfer| transfer.is_followed) && notes.are_there() {
             // It ended after everything that was noted of it. Also if nothing is to be reported of it: no note may be
             // left for the next request in this slot.
             // SAFETY: the caller keeps this function's promise.
-            unsafe { self.read(ear, notes, &mut desk, Some(slot)) };
+            unsafe { self.read(sink, notes, &mut desk, Some(slot)) };
         }
         let Desk { paths, reconnects, transfers, .. } = &mut *desk;
         for (part, transfer) in transfers[usize::from(slot)][..parts].iter_mut().enumerate() {
             if transfer.handle.is_some() {
-                ends(ear, part, transfer);
+                ends(sink, part, transfer);
                 // SAFETY: the caller keeps this function's promise, and the handle is there.
-                unsafe { self.tell(ear, paths, reconnects, transfer, true) };
+                unsafe { self.report_transfer(sink, paths, reconnects, transfer, true) };
             }
             (transfer.handle, transfer.is_followed) = (None, false);
         }
@@ -196,7 +196,7 @@ impl Events {
 
     /// Reads the notes, and reports what is due, except of the request that is `ending`, which the caller reports.
     #[cold]
-    unsafe fn read(&self, ear: &Ear, notes: &Notes, desk: &mut Desk, ending: Option<u16>) {
+    unsafe fn read(&self, sink: &Sink, notes: &Notes, desk: &mut Desk, ending: Option<u16>) {
         let Desk { paths, reconnects, transfers, noted } = desk;
         notes.take(|note| {
             let of_it = transfers.get_mut(usize::from(note.slot)).map(|parts| &mut parts[usize::from(note.part)]);
@@ -212,7 +212,7 @@ impl Events {
             for transfer in &mut transfers[usize::from(slot)] {
                 // SAFETY: the caller keeps this function's promise; where the handle is there, the end has not been
                 // reported.
-                unsafe { self.tell(ear, paths, reconnects, transfer, false) };
+                unsafe { self.report_transfer(sink, paths, reconnects, transfer, false) };
             }
         }
     }
@@ -222,15 +222,22 @@ impl Events {
     ///
     /// # Safety
     /// As [`Listener::start`](super::Listener::start), if the transfer has a handle.
-    unsafe fn tell(&self, ear: &Ear, paths: &[Path], reconnects: &mut u16, transfer: &mut Transfer, is_over: bool) {
+    unsafe fn report_transfer(
+        &self,
+        sink: &Sink,
+        paths: &[Path],
+        reconnects: &mut u16,
+        transfer: &mut Transfer,
+        is_over: bool,
+    ) {
         let Some(handle) = transfer.handle else { return };
         let details = transfer.details;
-        let mut source = Source { link: ear.link, send: ear.send, details, paths, reconnects: 0 };
+        let mut source = Source { link: sink.link, send: sink.send, details, paths, reconnects: 0 };
         if details && self.is_patient() && transfer.pieces.iter().all(|piece| piece.reported == Reported::Nothing) {
             if is_over && !transfer.pieces.is_empty() {
                 source.reconnects = std::mem::take(reconnects);
                 // SAFETY: the caller's promise.
-                let taken = unsafe { ear.listener.summary(handle.as_ptr(), &source, &transfer.pieces) };
+                let taken = unsafe { sink.listener.summary(handle.as_ptr(), &source, &transfer.pieces) };
                 set(&self.has_sink, taken);
             }
             return;
@@ -239,7 +246,7 @@ impl Events {
             let piece = &mut transfer.pieces[index];
             if piece.reported == Reported::Nothing {
                 // SAFETY: the caller's promise.
-                let answer = unsafe { ear.listener.start(handle.as_ptr(), &source, piece) };
+                let answer = unsafe { sink.listener.start(handle.as_ptr(), &source, piece) };
                 set(&self.has_sink, !answer.is_null());
                 piece.reported = if answer.is_null() { Reported::All } else { Reported::Start(answer) };
                 if answer.is_null() && index == 0 {
@@ -253,7 +260,7 @@ impl Events {
                 if details {
                     source.reconnects = std::mem::take(reconnects);
                 }
-                ear.listener.stop(answer, &source, &transfer.pieces[index]);
+                sink.listener.stop(answer, &source, &transfer.pieces[index]);
                 source.reconnects = 0;
             }
         }

@@ -120,7 +120,7 @@ fn chunk(offset: u64, length: u64, total: u64) -> Chunk {
 
 // SAFETY of all calls below: the recorder uses the handles only as numbers.
 #[allow(clippy::undocumented_unsafe_blocks)]
-mod told {
+mod reports {
     use super::*;
 
     #[test]
@@ -130,15 +130,15 @@ mod told {
         events.chunk_begins(3, 0, &chunk(0, 100, 300));
         events.chunk_begins(3, 0, &chunk(100, 100, 300));
         events.chunk_ends(3, 0, 0, 100);
-        assert!(lock(&books.entries).is_empty(), "nothing is told from the threads that move data");
+        assert!(lock(&books.entries).is_empty(), "nothing is reported from the threads that move data");
         unsafe { events.report() };
         let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
         assert_eq!(stops, [0, 1]);
         unsafe { events.conclude(3, &outcome(&[300]), None) };
         unsafe { events.report() };
         let entries = lock(&books.entries);
-        let told: Vec<_> = entries.iter().map(|entry| (entry.length, entry.stops)).collect();
-        assert_eq!(told, [(100, 1), (100, 1), (100, 1)]);
+        let reported: Vec<_> = entries.iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(reported, [(100, 1), (100, 1), (100, 1)]);
     }
 
     #[test]
@@ -155,8 +155,8 @@ mod told {
         over(150, 150);
         unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(*lock(&books.together), [3]);
-        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
-        assert_eq!(told, [(50, 1), (100, 1), (150, 1)]);
+        let reported: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(reported, [(50, 1), (100, 1), (150, 1)]);
         // Also when a chunk was resent, and no thread noted some bytes.
         events.follow(3, 0, handle(1));
         over(0, 50);
@@ -166,8 +166,9 @@ mod told {
         over(150, 30);
         unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(*lock(&books.together), [3, 5]);
-        let told: Vec<_> = lock(&books.entries).drain(..).skip(3).map(|entry| (entry.length, entry.again)).collect();
-        assert_eq!(told, [(50, false), (100, false), (100, true), (30, false), (120, false)]);
+        let reported: Vec<_> =
+            lock(&books.entries).drain(..).skip(3).map(|entry| (entry.length, entry.again)).collect();
+        assert_eq!(reported, [(50, false), (100, false), (100, true), (30, false), (120, false)]);
         lock(&books.together).clear();
 
         // Declined: nothing more of that transfer, and the next is reported as one.
@@ -248,8 +249,8 @@ mod told {
             told_by_its_request(&events, &requests, |slot| events.chunk_waited(slot, 0, 0, 0, since));
             assert!(!is_filled());
             let entries = lock(&books.entries);
-            let told: Vec<_> = entries.iter().map(|entry| (entry.transfer, entry.length, entry.stops)).collect();
-            assert_eq!(told, [(64, 300, 1), (64, 300, 1)]);
+            let reported: Vec<_> = entries.iter().map(|entry| (entry.transfer, entry.length, entry.stops)).collect();
+            assert_eq!(reported, [(64, 300, 1), (64, 300, 1)]);
             assert_eq!(entries.iter().map(|entry| entry.waits.socket > 0).collect::<Vec<_>>(), [false, true]);
             assert!(entries.iter().all(|entry| entry.waits.credit > 0), "until it left");
             assert_eq!(*lock(&books.together), if patient { vec![1, 1] } else { vec![] });
@@ -290,10 +291,10 @@ mod told {
             unsafe { events.wait() };
             assert!(!are_there(), "once in so many");
         }
-        assert!(lock(&books.entries).is_empty(), "nothing is told before the end");
+        assert!(lock(&books.entries).is_empty(), "nothing is reported before the end");
         unsafe { events.conclude(3, &outcome(&[10]), None) };
-        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
-        assert_eq!(told, [(1, 1), (1, 1), (1, 1), (7, 1)]);
+        let reported: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(reported, [(1, 1), (1, 1), (1, 1), (7, 1)]);
     }
 
     #[test]
@@ -305,8 +306,8 @@ mod told {
         for _ in 0..2 {
             told_by_its_request(&events, &RequestSlots::new(), |_| ());
         }
-        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.stops, entry.reconnects)).collect();
-        assert_eq!(told, [(1, 1), (1, 0)]);
+        let reported: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.stops, entry.reconnects)).collect();
+        assert_eq!(reported, [(1, 1), (1, 0)]);
     }
 
     #[test]
@@ -322,8 +323,8 @@ mod told {
         events.follow(0, 0, handle(2));
         events.chunk_begins(0, 0, &chunk(0, 7, 7));
         unsafe { events.conclude(0, &outcome(&[7]), None) };
-        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.transfer, entry.length)).collect();
-        assert_eq!(told, [(64, 5), (128, 7)]);
+        let reported: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.transfer, entry.length)).collect();
+        assert_eq!(reported, [(64, 5), (128, 7)]);
     }
 
     #[test]
@@ -544,8 +545,8 @@ mod told {
             let first = entries.iter().filter(|entry| !entry.again).map(|entry| entry.length).sum::<u64>();
             let again = entries.iter().filter(|entry| entry.again).map(|entry| entry.length).sum::<u64>();
             assert_eq!((first, again), (10, if details { 10 } else { 0 }));
-            let told: u16 = entries.iter().map(|entry| entry.reconnects).sum();
-            assert_eq!(told, u16::from(details), "a path that was connected anew is told once");
+            let reported: u16 = entries.iter().map(|entry| entry.reconnects).sum();
+            assert_eq!(reported, u16::from(details), "a path that was connected anew is reported once");
             assert!(entries.iter().all(|entry| entry.stops == 1 && entry.rail == 0));
         }
     }

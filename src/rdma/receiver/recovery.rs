@@ -144,7 +144,7 @@ impl RdmaRecv {
         (*cts_qp, *silent, *cts_entries_are_lost) = (living, 0, false);
         let (first, count) = receives.unread();
         self.write_cts(state, first, count)?;
-        self.write_word_now(state)
+        self.write_credit_now(state)
     }
 }
 

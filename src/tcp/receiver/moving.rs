@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use super::{Body, Fence, Followed, Io, RecvConn, State, Target, told};
+use super::{Body, Fence, Followed, Io, RecvConn, State, Target, profiled};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::schedule::constants::{RECEIVE_SHARE, SHORT_MAX};
@@ -12,7 +12,7 @@ use crate::engine::schedule::load;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, POLLED, Type};
-use crate::session::peer::{Broken, told_by_peer};
+use crate::session::peer::{Broken, reported_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::connection::lock;
 use crate::tcp::copies::COPIES;
@@ -143,7 +143,7 @@ impl RecvConn {
                 if io.to - io.from < HEADER + header.length as usize {
                     return Ok(());
                 }
-                return Err(told_by_peer(header.order, &io.input[io.from + HEADER..][..header.length as usize]));
+                return Err(reported_by_peer(header.order, &io.input[io.from + HEADER..][..header.length as usize]));
             }
             io.from += HEADER;
             if header.kind != Type::Data {
@@ -217,7 +217,7 @@ impl RecvConn {
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
                 if self.events.has_sink() {
-                    *followed = Some(Followed { part, chunk: told(header, index), began: None });
+                    *followed = Some(Followed { part, chunk: profiled(header, index), began: None });
                 }
                 let (to, _) = state.targets[part.slot as usize][part.part as usize].expect("its part is outstanding");
                 // SAFETY: the core has checked that the chunk fits the posted buffer.
@@ -292,7 +292,7 @@ impl RecvConn {
         state.core.unstaged(head.tag, stage);
         if self.events.has_sink() {
             // It arrived before its request was made: all that can be reported is that it is here.
-            self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
+            self.events.chunk_begins(part.slot, usize::from(part.part), &profiled(&head, index));
         }
         self.complete(state, part, total);
     }

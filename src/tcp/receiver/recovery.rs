@@ -157,9 +157,9 @@ impl RecvConn {
     pub(super) fn send_fenced(&self, index: usize, epoch: u16, frames: u64) {
         let fenced = std::iter::once(fenced((index, epoch, frames)));
         let state = self.state();
-        let words: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
+        let frames: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
         drop(state);
-        self.queue_everywhere(&words);
+        self.queue_everywhere(&frames);
     }
 
     /// Ends the given epoch of a stream for good: nothing more is received from it. Returns how many frames were, or
@@ -290,7 +290,7 @@ mod tests {
         let mut back = join(0, 1);
         back.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
         let mut bytes = [0; HEADER];
-        back.read_exact(&mut bytes).expect("a word about the other");
+        back.read_exact(&mut bytes).expect("a frame about the other");
         let header = Header::decode(&bytes).expect("a frame");
         assert_eq!(
             (header.kind, header.order, header.offset, header.total),

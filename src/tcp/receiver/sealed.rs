@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use super::{Body, Io, RecvConn};
 use crate::engine::schedule::constants::RECEIVE_SHARE;
 use crate::session::frame::Type;
-use crate::session::peer::{Broken, told_by_peer};
+use crate::session::peer::{Broken, reported_by_peer};
 use crate::session::seal::codec::Refused;
 use crate::session::seal::intake::Item;
 use crate::session::wire::{self, Piece};
@@ -62,7 +62,7 @@ impl RecvConn {
                         let length = bytes.len();
                         self.placed(index, io, length);
                     }
-                    (Type::Fail, _) => return Err(Broken::Fatal(told_by_peer(header.order, bytes))),
+                    (Type::Fail, _) => return Err(Broken::Fatal(reported_by_peer(header.order, bytes))),
                     _ => self.on_frame(io, &header).map_err(Broken::Fatal)?,
                 },
                 Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),

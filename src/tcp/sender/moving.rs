@@ -12,7 +12,7 @@ use crate::engine::schedule::constants::SEND_SHARE;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, Type};
-use crate::session::peer::{Broken, told_by_peer};
+use crate::session::peer::{Broken, reported_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::ack::Ack;
 use crate::tcp::copies::{COPIES, Own};
@@ -301,7 +301,7 @@ impl SendConn {
                 0 => self.health.peer_is_done(),
                 received => self.health.peer_received(received - 1),
             },
-            Type::Fail => return Err(told_by_peer(header.order, text)),
+            Type::Fail => return Err(reported_by_peer(header.order, text)),
             Type::Data | Type::Fence | Type::Query | Type::QueuePair => return Err(misdirected(header.kind)),
         }
         Ok(())
@@ -343,7 +343,7 @@ impl SendConn {
             // Its request does not end before it is acknowledged: everything is reported then.
             return state.core.stamp(index, Ticks::now());
         }
-        let told = events::Chunk {
+        let profiled = events::Chunk {
             offset: chunk.offset,
             length: u64::from(chunk.length),
             path: index as u16,
@@ -354,9 +354,9 @@ impl SendConn {
         };
         if self.events.is_patient() && chunk.copied {
             // Its request ends when it has left.
-            io.leaving = Some((ticket, told, Ticks::now()));
+            io.leaving = Some((ticket, profiled, Ticks::now()));
         } else {
-            io.start_to_report = Some((ticket, told));
+            io.start_to_report = Some((ticket, profiled));
         }
     }
 

@@ -41,12 +41,12 @@ struct Frame {
 }
 
 /// What the receiver has written: a frame, with the counts of an acknowledgement for all streams.
-struct Word {
+struct ControlFrame {
     header: Header,
     counts: Vec<u64>,
 }
 
-impl From<Header> for Word {
+impl From<Header> for ControlFrame {
     fn from(header: Header) -> Self {
         Self { header, counts: Vec::new() }
     }
@@ -58,7 +58,7 @@ struct Wire {
     /// Control frames that the sender will write before the next chunk.
     control: VecDeque<Header>,
     forth: VecDeque<Frame>,
-    back: VecDeque<Word>,
+    back: VecDeque<ControlFrame>,
     /// The message whose chunk is the last frame in `forth`, when it was written in part.
     writing: Option<Key>,
     /// The receiver has begun the frame at the front and not ended it.
@@ -68,7 +68,7 @@ struct Wire {
     /// The sender's kernel does not learn of that: the receiver has to say so.
     hidden: bool,
     sender_has_it: bool,
-    /// The sender's worker looks for work: it has been kicked, or the kernel has told it something, and it has not found
+    /// The sender's worker looks for work: it has been kicked, or the kernel has woken it, and it has not found
     /// nothing to do since. The first stream's is NCCL's thread, which comes by again and again.
     is_awake: bool,
     receiver_has_it: bool,
@@ -381,7 +381,7 @@ impl World {
         self.wires[index].line = self.line(index, epoch);
         if arrives {
             let ended = self.receiver.ended_epochs().into_iter().map(fenced);
-            self.wires[index].back.extend(ended.map(Word::from));
+            self.wires[index].back.extend(ended.map(ControlFrame::from));
             let mut done = Vec::new();
             self.sender.fenced(index, self.sender.epoch(index), frames, &mut done)?;
             self.sender.stream_up(index, epoch);
@@ -480,7 +480,7 @@ impl World {
         }
     }
 
-    /// The receiver writes on a stream: what is to be told on any, and what it owes on this one.
+    /// The receiver writes on a stream: what is to be reported on any, and what it owes on this one.
     fn answer(&mut self, index: usize) {
         // As when the connection closes, or when it has been quiet for a while.
         let force = self.ledger.is_received() || self.ledger.is_of_memory() && self.dice.roll(8) == 0;
@@ -488,12 +488,14 @@ impl World {
         if !wire.receiver_has_it {
             return;
         }
-        let mut words: Vec<Word> = self.outbox.drain(..).map(Word::from).collect();
-        words.extend(
-            self.receiver.take_ack(index, force).map(|ack| Word { header: ack.header, counts: ack.counts().to_vec() }),
+        let mut frames: Vec<ControlFrame> = self.outbox.drain(..).map(ControlFrame::from).collect();
+        frames.extend(
+            self.receiver
+                .take_ack(index, force)
+                .map(|ack| ControlFrame { header: ack.header, counts: ack.counts().to_vec() }),
         );
         if !wire.cut {
-            wire.back.extend(words);
+            wire.back.extend(frames);
         }
     }
 
@@ -501,7 +503,7 @@ impl World {
         if !self.wires[index].sender_has_it {
             return Ok(());
         }
-        let Some(Word { header, counts }) = self.wires[index].back.pop_front() else { return Ok(()) };
+        let Some(ControlFrame { header, counts }) = self.wires[index].back.pop_front() else { return Ok(()) };
         self.wires[index].is_awake = true;
         let mut done = Vec::new();
         match header.kind {
@@ -589,7 +591,7 @@ impl World {
         let wire = &self.wires[index];
         let epoch = wire.tried;
         let base = if to_sender {
-            wire.back.front().map(|word| word.header)
+            wire.back.front().map(|frame| frame.header)
         } else {
             wire.forth.front().map(|frame| frame.header)
         };
@@ -607,7 +609,7 @@ impl World {
             // Of all frames to a sender only these have a payload that counts; a decoder has bounded it.
             let counts = if header.kind == Type::Acks { header.length / 8 } else { 0 };
             let counts = (0..counts).map(|_| self.dice.roll(8)).collect();
-            wire.back.push_front(Word { header, counts });
+            wire.back.push_front(ControlFrame { header, counts });
         } else if wire.begun.is_none() && header.kind != Type::Fail {
             wire.forth.push_front(Frame { header, whole: true, repeated: true, bytes: Vec::new() });
         }
@@ -642,7 +644,7 @@ impl World {
     pub(super) fn check_settled(&mut self) -> Result<()> {
         assert!(self.sender.is_idle(), "all is acknowledged");
         let sound = |wire: &Wire| wire.sender_has_it && wire.receiver_has_it && !wire.cut;
-        // What was told on a stream that is cut is told again only when it is fenced.
+        // What was reported on a stream that is cut is reported again only when it is fenced.
         if self.wires.iter().all(sound) {
             for index in 0..self.wires.len() {
                 self.answer(index);

@@ -122,9 +122,9 @@ fn the_last_of_many_shares_stands_for_those_that_are_not_noted() {
         noted.rotate_left(turn);
         noted.iter().for_each(|number| take(&mut transfer, Kind::Over, share(*number), 1, 1));
         transfer.end(160, at(3));
-        let told: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.length, piece.chunk.wr_id)).collect();
+        let reported: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.length, piece.chunk.wr_id)).collect();
         let expected: Vec<_> = (0..8).map(|k| (if k < 7 { 10 } else { 90 }, 50 + noted[k])).collect();
-        assert_eq!(told, expected);
+        assert_eq!(reported, expected);
     }
 }
 
@@ -147,7 +147,7 @@ fn what_is_noted_of_chunks_when_they_are_over_makes_the_same_pieces_as_their_beg
     for number in [3, 0, 2, 1].into_iter().chain(4..20) {
         take(&mut late, Kind::Over, part(number), 5 + number, 100 + number);
     }
-    let told = [early, late].map(|mut transfer| {
+    let reported = [early, late].map(|mut transfer| {
         // Between lists there is no order.
         take(&mut transfer, Kind::Ready, Chunk::default(), 3, 3);
         transfer.end(20, at(200));
@@ -160,9 +160,9 @@ fn what_is_noted_of_chunks_when_they_are_over_makes_the_same_pieces_as_their_beg
             alone.iter().map(|piece| (piece.chunk, piece.began, piece.ended, piece.waits.socket)).collect();
         (sums, lengths(&transfer).len(), alone)
     });
-    assert_eq!(told[0], told[1]);
+    assert_eq!(reported[0], reported[1]);
     let ns = |steps| at(steps).nanoseconds_since(at(0));
-    let ([receiver, _, credit], count, alone) = &told[0];
+    let ([receiver, _, credit], count, alone) = &reported[0];
     assert_eq!((*receiver, *credit, *count, alone.len()), (ns(3), ns(2), MOST, MOST - 1));
 }
 
@@ -206,8 +206,8 @@ fn shares_of_a_size_that_becomes_known_with_them_are_told_in_any_order() {
         let mut transfer = begun(false);
         order.iter().for_each(|number| take(&mut transfer, Kind::Over, share(*number), 1, 1));
         transfer.end(40, at(3));
-        let told: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.length, piece.chunk.wr_id)).collect();
-        assert_eq!(told, order.map(|number| (10, 50 + number)));
+        let reported: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.length, piece.chunk.wr_id)).collect();
+        assert_eq!(reported, order.map(|number| (10, 50 + number)));
     }
 }
 
@@ -220,8 +220,8 @@ fn shares_of_which_the_place_is_not_known_are_never_the_same() {
     ends(&mut transfer, SOMEWHERE, 0);
     ends(&mut transfer, SOMEWHERE, 1);
     transfer.end(20, at(3));
-    let told: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.path, piece.retransmissions)).collect();
-    assert_eq!(told, [(0, 0), (1, 0)]);
+    let reported: Vec<_> = transfer.pieces.iter().map(|piece| (piece.chunk.path, piece.retransmissions)).collect();
+    assert_eq!(reported, [(0, 0), (1, 0)]);
 }
 
 #[test]
@@ -247,8 +247,8 @@ fn a_wait_is_told_of_the_chunks_own_piece_and_of_the_rest_only_without_one() {
     begins(&mut transfer, Chunk { again: true, path: 3, ..part(3) });
     let step = waits(&mut transfer, 3, 3, 1000);
     transfer.end(20, at(2000));
-    let told: Vec<_> = transfer.pieces.iter().map(|piece| (piece.waits.socket + step / 2) / step).collect();
-    assert_eq!(told, [0, 0, 100, 0, 0, 0, 0, 11, 1000]);
+    let reported: Vec<_> = transfer.pieces.iter().map(|piece| (piece.waits.socket + step / 2) / step).collect();
+    assert_eq!(reported, [0, 0, 100, 0, 0, 0, 0, 11, 1000]);
 }
 
 #[test]
@@ -261,12 +261,12 @@ fn what_is_told_as_one_has_the_waits_of_all_its_chunks_also_beside_one_that_trav
     take(&mut transfer, Kind::Over, Chunk { joined: true, path: 2, ..chunk(0, 20, 30) }, 1, 3);
     ends(&mut transfer, 20, 0);
     transfer.end(30, at(5));
-    let told: Vec<_> = transfer
+    let reported: Vec<_> = transfer
         .pieces
         .iter()
         .map(|piece| (piece.chunk.again, piece.chunk.length, (piece.waits.socket + step / 2) / step))
         .collect();
-    assert_eq!(told, [(false, 10, 100), (true, 10, 0), (false, 20, 11)]);
+    assert_eq!(reported, [(false, 10, 100), (true, 10, 0), (false, 20, 11)]);
 }
 
 #[test]
