@@ -445,7 +445,7 @@ impl SendConn {
             return Ok(self.requests.take(1));
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
-        if length as u64 > INLINE_MAX {
+        if length as u64 > OWN_MAX {
             self.is_short.store((length as u64) < SHORT_MAX, Ordering::Relaxed);
             self.grow();
         }
