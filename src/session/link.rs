@@ -88,6 +88,7 @@ pub(crate) fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, send
     // are answered by the peer's kernel even while the peer's process is stopped.
     Probes::within(config.peer_timeout, sending).set(sock);
     liveness::probe_often(sock, config.peer_timeout);
+    liveness::repeat_soon(sock);
     if let Some(class) = traffic_class {
         let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
         let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };
