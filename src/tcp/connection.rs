@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::standstill::Standstill;
 use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
@@ -125,6 +126,7 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) requests: RequestSlots,
     pub(super) health: Health,
     pub(super) attention: Attention,
+    pub(super) standstill: Standstill,
     pub(super) counters: Counters,
     pub(super) damage: Damage,
     pub(super) events: Events,
@@ -165,6 +167,7 @@ impl<D: Direction> Connection<D> {
             requests: RequestSlots::new(),
             health: Health::default(),
             attention: Attention::default(),
+            standstill: Standstill::default(),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -509,6 +512,7 @@ impl<D: Direction> Source for StreamSource<D> {
             return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
         }
         conn.begin_watch();
+        conn.push_if_stuck();
         if let Some(later) = conn.attention.is_attended() {
             return later;
         }

@@ -22,6 +22,7 @@
 //! | [`sender`], [`receiver`] | what each direction adds: the core, and what it does on a stream |
 //! | [`stream`] | which thread holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
+//! | [`standstill`] | what to do when this host drops a packet itself |
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`polled`] | chunks whose arrival a GPU watches |
 
@@ -40,6 +41,7 @@ pub mod send_core;
 pub(crate) mod sender;
 #[cfg(test)]
 pub(crate) mod simulation;
+mod standstill;
 pub(crate) mod stream;
 pub(crate) mod streams;
 mod window;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Direction, StreamIo, lock};
@@ -59,6 +60,16 @@ impl<D: Direction> Connection<D> {
             return None;
         }
         Some(checked)
+    }
+
+    /// Makes the kernel send what is pending, where nothing has moved for a few milliseconds ([`standstill`](super::standstill)).
+    pub(super) fn push_if_stuck(&self) {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        if self.standstill.is_due(count(&self.counters.chunks) + count(&self.counters.messages), Instant::now()) {
+            for stream in &self.streams {
+                stream.peek(|io| io.sock().set_tcp_nodelay(true));
+            }
+        }
     }
 
     /// Adds to the lost streams those on the same path that have been silent for as long: their kernels have

@@ -8,6 +8,7 @@ mod clock;
 mod deregister;
 mod descriptors;
 mod devices;
+mod dropped;
 mod events;
 mod fabric;
 mod faults;
