@@ -11,6 +11,15 @@ use crate::os::log;
 
 /// Runs `body` for NCCL's call `call` in version `API` of the interface.
 pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Result<()>) -> ncclResult_t {
+    guard_and_tell::<API>(call, if API == result::FLAGCX { tell_where_nobody_reads } else { tell }, body)
+}
+
+/// As [`guard`]; `tell` logs a failure.
+pub(super) fn guard_and_tell<const API: u8>(
+    call: &'static str,
+    tell: fn(&'static str, &Error),
+    body: impl FnOnce() -> Result<()>,
+) -> ncclResult_t {
     // After a panic nothing of `body` is used again: what it borrowed is NCCL's, and the transport's own state guards
     // itself (a connection in which a panic happened has failed).
     let error = match catch_unwind(AssertUnwindSafe(body)) {
@@ -19,7 +28,6 @@ pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Re
         Err(payload) => Error::internal(format!("a defect of Towline: {}", panic_message(&*payload))),
     };
     // The logger is NCCL's or the host's; if writing to it panics, the result code is still returned.
-    let tell = if API == result::FLAGCX { tell_where_nobody_reads } else { tell };
     let _ = catch_unwind(AssertUnwindSafe(|| tell(call, &error)));
     result::code(error.cause(), API)
 }

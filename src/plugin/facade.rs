@@ -89,6 +89,16 @@ pub(crate) fn connect_timeout() -> Result<Duration> {
     Ok(process().net()?.config.connect_timeout)
 }
 
+/// How long a connection may take to recover, at the longest: after that its requests have failed, unless the peer's process is
+/// alive and stopped.
+///
+/// # Errors
+/// When `init` has not been called.
+pub(crate) fn recovery_limit() -> Result<std::time::Duration> {
+    let config = &process().net()?.config;
+    Ok(config.peer_timeout.max(config.reconnect_timeout))
+}
+
 /// Ends a context: closes the communicators and half-made connections that NCCL has left behind.
 ///
 /// # Errors
@@ -355,6 +365,17 @@ pub(crate) fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
         // communicator is closed, and keeps the profiler's handle valid until then, or until it makes no further call.
         let ticket = unsafe { conn.isend(&process.backends, &part) }?;
         Ok(ticket.map(|ticket| request(comm, ticket)))
+    })
+}
+
+/// Whether the other end of a sending communicator has been closed, or the connection has failed.
+///
+/// # Errors
+/// When there is no such connection.
+pub(crate) fn is_left(comm: usize) -> Result<bool> {
+    process().comms.with(comm, |owner| match owner {
+        Comm::Send(conn) => Ok(conn.is_left()),
+        _ => Err(owner.is_not("sending")),
     })
 }
 

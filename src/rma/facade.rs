@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::group::Group;
+pub(crate) use super::loud::say_once;
 use super::peer::Place;
 use super::setup;
 use super::state::{Object, state};
@@ -68,7 +69,7 @@ pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Res
     let rank = u32::try_from(rank).ok().filter(|rank| (*rank as usize) < handles.len());
     let rank = rank.ok_or_else(|| Error::argument("the rank is not one of the group's"))?;
     let deadline = Instant::now() + facade::connect_timeout()?;
-    let group = setup::connect((ctx, dev, listener), handles, rank, deadline)?;
+    let group = setup::connect((ctx, dev, listener), handles, rank, deadline, Arc::clone(&state().turns))?;
     Ok(state().objects.insert(Arc::new(Object::Group(Arc::new(group))))?.encode())
 }
 
@@ -87,12 +88,14 @@ pub(crate) fn create_context(id: usize) -> Result<usize> {
     Ok(state().contexts.insert(group(id)?)?.encode())
 }
 
-/// Ends a context. Its requests end with the group.
+/// Ends a context, and waits until its puts have read their sources: NCCL frees the memory of inline puts after this and before
+/// it ends their registration (`gin/gin_host_proxy.cc`, NCCL 2.30.7). Its requests end with the group.
 ///
 /// # Errors
 /// When there is no such context.
 pub(crate) fn destroy_context(context: usize) -> Result<()> {
-    state().contexts.remove(context).map(drop)
+    state().contexts.remove(context)?.detach();
+    Ok(())
 }
 
 /// Registers memory of kind `NCCL_PTR_*`. `only_ours`: nothing else writes its signals, which are 0 at first.

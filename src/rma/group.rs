@@ -20,6 +20,8 @@ pub(crate) enum Command {
     Get { request: u64, rank: u32, from: Place, to: Place },
     /// End a registration, and say by `done` when nothing uses it.
     Withdraw { region: u32, done: SyncSender<()> },
+    /// Say by `done` when no put that was begun reads its source any more.
+    Detach { done: SyncSender<()> },
     /// Say goodbye and end.
     Close,
 }
@@ -162,20 +164,31 @@ impl Group {
         if !self.shared.registry.has(region) {
             return Err(Error::argument(format!("there is no registration number {region}")));
         }
-        let (done, is_done) = sync_channel(1);
-        match self.shared.ask(Command::Withdraw { region, done }) {
-            Ok(()) => {
-                // An error here means that the placer ends. It closes all connections and waits for copies before it
-                // says that it has ended.
-                if is_done.recv().is_err() {
-                    while self.shared.inbox().ended.is_none() {
-                        std::thread::sleep(std::time::Duration::from_millis(1));
-                    }
-                }
-            }
-            Err(_) => self.shared.registry.remove(region),
+        if !self.wait_for(|done| Command::Withdraw { region, done }) {
+            self.shared.registry.remove(region);
         }
         Ok(())
+    }
+
+    /// Waits until no put that was begun reads its source any more.
+    pub(crate) fn detach(&self) {
+        self.wait_for(|done| Command::Detach { done });
+    }
+
+    /// Waits until the placer has done this, or has ended; false where it had before.
+    fn wait_for(&self, command: impl FnOnce(SyncSender<()>) -> Command) -> bool {
+        let (done, is_done) = sync_channel(1);
+        if self.shared.ask(command(done)).is_err() {
+            return false;
+        }
+        // An error here means that the placer ends. It closes all connections and waits for copies before it says that it has
+        // ended.
+        if is_done.recv().is_err() {
+            while self.shared.inbox().ended.is_none() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+        true
     }
 
     /// Whether another rank has failed.

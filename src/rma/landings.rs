@@ -28,7 +28,7 @@ impl Landings {
     /// All bytes of an operation have come, and are in place when this mark is reached. `refused`: they went nowhere, and there
     /// is no signal then.
     pub(crate) fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
-        let signal = if refused || header.signal.region == 0 { Step::Written(None) } else { Step::New };
+        let signal = if refused || header.signal.region == 0 { Step::DONE } else { Step::New };
         self.0.push_back(Landing { header, refused, bytes, signal });
     }
 
@@ -55,13 +55,16 @@ impl Landings {
                     Ok(_) => break,
                     Err(_) => {
                         landing.refused = !registry.has_ended(landing.header.signal.region);
-                        landing.signal = Step::Written(None);
+                        landing.signal = Step::DONE;
                     }
                 }
             }
             signals.advance(registry, &landing.header.signal, &mut landing.signal)?;
-            let Step::Written(mark) = &mut landing.signal else { break };
+            let Step::Written(mark, turn) = &mut landing.signal else { break };
             note(&mut late, mark)?;
+            if mark.is_none() {
+                *turn = None;
+            }
             is_first &= late.is_empty();
             done += usize::from(is_first);
         }

@@ -155,6 +155,11 @@ impl Peer {
             || self.pieces.as_ref().is_some_and(|pieces| pieces.region == region)
     }
 
+    /// Whether this is a put that has not read its source.
+    pub(crate) fn reads(&self, request: u64) -> bool {
+        self.pending.get(&request).is_some_and(|pending| !pending.read)
+    }
+
     /// Whether both have said goodbye: then its connections can be closed with nothing under way.
     pub(crate) fn is_over(&self) -> bool {
         self.has_left && self.outgoing.is_empty() && self.landings.is_empty()
@@ -207,8 +212,14 @@ impl Peer {
             return Ok(true);
         }
         let sent = match sent {
-            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way.
-            Err(error) if error.cause() == Cause::Remote => {
+            // A rank that gives this one up may have nothing under way that fails, and a receive waits for ever.
+            Ok(false) if !arrived && self.unsent.is_none() && self.outgoing.is_left()? => Err(has_given_up()),
+            sent => sent,
+        };
+        let sent = match sent {
+            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way. It
+            // does not matter to a rank that has said its own.
+            Err(error) if error.cause() == Cause::Remote && !self.has_said_goodbye => {
                 self.unsent = Some((Instant::now(), error));
                 false
             }
@@ -435,6 +446,10 @@ impl Peer {
 /// What becomes of operations on a rank that has said goodbye.
 pub(crate) fn has_closed() -> Error {
     Error::remote("it has closed its side")
+}
+
+fn has_given_up() -> Error {
+    Error::remote("it has ended its connections without a goodbye").with_hint("its log says why")
 }
 
 fn refusal(rank: u32) -> Error {

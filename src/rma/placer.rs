@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use super::gpu::Mark;
 use super::group::{Command, Shared};
 use super::landings::Landings;
+use super::loud::{say, say_once};
 use super::peer::{Own, Peer, Place, has_closed};
 use super::signals::Signals;
+use super::turns::Turns;
 use super::wire::{Header, Kind, Signal};
 use crate::os::error::{Cause, Error, Result};
-use crate::os::log;
 
 /// How long the placer asks without a pause after something moved.
 const EAGER: Duration = Duration::from_micros(200);
@@ -22,12 +23,6 @@ const EAGER: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_micros(50);
 /// Its pauses when nothing has moved for a second.
 const LONG_PAUSE: Duration = Duration::from_micros(500);
-/// How long a group that closes waits for its goodbyes to be sent.
-const FAREWELL: Duration = Duration::from_millis(500);
-
-/// How long a transfer may still use memory whose registration ends: the other rank may have all bytes of a get before this one
-/// has the acknowledgement. A transfer that takes longer belongs to a job that aborts.
-const LATE: Duration = Duration::from_secs(2);
 
 /// A rank, or why nothing more goes to it.
 enum Other {
@@ -41,34 +36,56 @@ enum Other {
     Own,
 }
 
+/// Memory of the application's that it wants back.
 struct Withdrawal {
-    region: u32,
+    memory: Memory,
     until: Instant,
     /// How far the GPUs must come, once no transfer uses it.
     copies: Option<Vec<Mark>>,
     done: SyncSender<()>,
 }
 
+enum Memory {
+    /// A registration's.
+    Region(u32),
+    /// What these puts read.
+    Sources(Vec<u64>),
+}
+
+impl Memory {
+    fn is_used_by(&self, peer: &Peer) -> bool {
+        match self {
+            Self::Region(region) => peer.uses(*region),
+            Self::Sources(puts) => puts.iter().any(|put| peer.reads(*put)),
+        }
+    }
+}
+
 /// A placer and its peers.
 pub(crate) struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
-    /// Ranks to which a put has been dropped here: to them all go nowhere, so that no signal promises what was dropped.
-    muted: Vec<u32>,
+    /// Ranks to which a put has been dropped here, each with the failure of all later ones: else a signal of theirs would
+    /// promise what was dropped.
+    muted: Vec<(u32, Error)>,
     /// Operations whose target is the own rank.
     own: Landings,
     signals: Signals,
     withdrawals: Vec<Withdrawal>,
     closes: Option<Instant>,
+    /// How long a transfer may use memory that is withdrawn, and a goodbye may be under way. As long as the connections may take
+    /// to recover: until then the other rank may wait for what this one has to say.
+    patience: Duration,
 }
 
 impl Placer {
     /// For the group of these other ranks and this one; none at the own place.
-    pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>, turns: Arc<Turns>, patience: Duration) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
-        let (muted, own, signals, withdrawals) = Default::default();
-        Self { shared, others, muted, own, signals, withdrawals, closes: None }
+        let (muted, own, withdrawals) = Default::default();
+        let signals = Signals::of(turns);
+        Self { shared, others, muted, own, signals, withdrawals, closes: None, patience }
     }
 
     /// Works until the group is closed.
@@ -80,11 +97,10 @@ impl Placer {
             Ok(()) => Error::usage("the group of one-sided operations is closed"),
             Err(_) => {
                 let error = Error::internal("a defect of Towline ended the placer of one-sided operations");
-                tracing::error!("{error}");
+                say_once(&error);
                 error
             }
         };
-        shared.gpus.settle();
         shared.end(&why);
     }
 
@@ -147,12 +163,13 @@ impl Placer {
             Command::Put { request, rank, from, to, signal } => {
                 let registry = &self.shared.registry;
                 let spot = match registry.locate(from.region, from.offset, from.size) {
-                    Ok(spot) if !self.muted.contains(&rank) => spot,
-                    Err(error) if !registry.has_ended(from.region) => {
-                        return self.shared.requests.end(request, Err(error));
-                    }
-                    _ => return self.drop_put(request, rank),
+                    Ok(spot) => spot,
+                    Err(_) if registry.has_ended(from.region) => return self.drop_put(request, rank),
+                    Err(error) => return refuse(&self.shared, request, &error),
                 };
+                if let Some((_, why)) = self.muted.iter().find(|(to, _)| *to == rank) {
+                    return refuse(&self.shared, request, why);
+                }
                 match &mut self.others[rank as usize] {
                     Other::Alive(peer) => peer.put(request, (from.region, spot), &to, signal),
                     Other::Ended { has_left: true, .. } => self.shared.requests.end(request, Ok(())),
@@ -173,10 +190,20 @@ impl Placer {
                         peer.forget(region);
                     }
                 }
-                self.withdrawals.push(Withdrawal { region, until: Instant::now() + LATE, copies: None, done });
+                self.withdraw(Memory::Region(region), done);
+            }
+            Command::Detach { done } => {
+                let alive = self
+                    .others
+                    .iter()
+                    .filter_map(|other| if let Other::Alive(peer) = other { Some(peer) } else { None });
+                let puts =
+                    alive.flat_map(|peer| peer.pending().filter(|(put, _)| peer.reads(*put)).map(|(put, _)| put));
+                let sources = Memory::Sources(puts.collect());
+                self.withdraw(sources, done);
             }
             Command::Close => {
-                self.closes = Some(Instant::now() + FAREWELL);
+                self.closes = Some(Instant::now() + self.patience);
                 for other in &mut self.others {
                     if let Other::Alive(peer) = other {
                         peer.leave();
@@ -186,14 +213,20 @@ impl Placer {
         }
     }
 
+    fn withdraw(&mut self, memory: Memory, done: SyncSender<()>) {
+        self.withdrawals.push(Withdrawal { memory, until: Instant::now() + self.patience, copies: None, done });
+    }
+
     /// A put reads from memory whose registration has ended. It is done, for the sake of NCCL's abort: see [`end`].
     fn drop_put(&mut self, request: u64, rank: u32) {
-        if !self.muted.contains(&rank) {
-            self.muted.push(rank);
-            tracing::warn!(
-                "a put to rank {rank} reads memory whose registration has ended: it and all later puts to that rank go nowhere, \
-                 as in an abort; else end a window after the puts from it"
-            );
+        if !self.muted.iter().any(|(to, _)| *to == rank) {
+            say(&format!(
+                "a put to rank {rank} reads memory whose registration has ended: it goes nowhere, as in an abort, and later puts \
+                 to that rank fail; else end a window after the puts from it"
+            ));
+            let why =
+                format!("a put to rank {rank} follows one that was dropped, as its source's registration had ended");
+            self.muted.push((rank, Error::usage(why).with_hint("end a window after the puts from it")));
         }
         self.shared.requests.end(request, Ok(()));
     }
@@ -270,17 +303,18 @@ impl Placer {
     /// Answers withdrawals whose memory nothing uses. Where something still does after the patience, that rank fails.
     fn end_withdrawals(&mut self) {
         let now = Instant::now();
-        let Self { withdrawals, others, shared, .. } = self;
+        let Self { withdrawals, others, shared, closes, .. } = self;
         withdrawals.retain_mut(|withdrawal| {
             let mut is_used = false;
             for other in &mut *others {
                 let Other::Alive(peer) = other else { continue };
-                if peer.uses(withdrawal.region) {
+                if withdrawal.memory.is_used_by(peer) {
                     if now < withdrawal.until {
                         is_used = true;
                     } else {
-                        let why = "a registration ended under a transfer that used it";
-                        end(other, shared, &Error::usage(why), true);
+                        let why = "memory was taken back under a transfer that still used it";
+                        let hint = "is that rank stopped? TOWLINE_PEER_TIMEOUT sets how long it is waited for";
+                        end(other, shared, &Error::usage(why).with_hint(hint), closes.is_some());
                     }
                 }
             }
@@ -297,6 +331,13 @@ impl Placer {
     }
 }
 
+impl Drop for Placer {
+    /// Nothing is copied after this, and the turns at signals go behind it.
+    fn drop(&mut self) {
+        self.shared.gpus.settle();
+    }
+}
+
 /// How an operation with a rank fails.
 fn ended(peer: &Peer, error: &Error) -> Error {
     let mut told =
@@ -310,16 +351,7 @@ fn ended(peer: &Peer, error: &Error) -> Error {
     told
 }
 
-/// NCCL 2.30.7 stores the failure of a put and never reads it: the log is where the user learns of it.
-fn say_once(error: &Error) {
-    if error.report_once() {
-        let line = format!("{error}; NCCL may wait for ever: end the job");
-        log::also_to_stderr(&line);
-        tracing::warn!("{line}");
-    }
-}
-
-/// Ends a request whose rank has ended before.
+/// Ends a request that cannot begin.
 fn refuse(shared: &Shared, request: u64, error: &Error) {
     say_once(error);
     shared.requests.end(request, Err(error.clone()));
@@ -335,9 +367,10 @@ fn end(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     let has_left = peer.has_left() && error.cause() == Cause::Remote;
     let rank = peer.rank();
     let (gets, puts): (Vec<_>, Vec<_>) = peer.pending().partition(|(_, is_get)| *is_get || !has_left);
+    // Before the peer gives up its turns at signals.
+    shared.gpus.settle();
     // This closes the connections: after it nothing touches a request's memory.
     *other = Other::Ended { why: told.clone(), has_left };
-    shared.gpus.settle();
     if !puts.is_empty() {
         tracing::info!("rank {rank} has closed its side: {} puts to it went nowhere", puts.len());
     }
@@ -351,3 +384,6 @@ fn end(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     shared.tell_failure(&told);
     gets.into_iter().for_each(|(request, _)| shared.requests.end(request, Err(told.clone())));
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,6 +9,7 @@ use super::line::{NetRecv, NetSend, RecvEnd};
 use super::outgoing::{Message, Outgoing};
 use super::peer::Peer;
 use super::placer::Placer;
+use super::turns::Turns;
 use super::wire::{HEADER, Header, Kind, not_ours};
 use crate::os::error::{Error, Result};
 use crate::plugin::facade;
@@ -59,6 +60,7 @@ pub(crate) fn connect(
     mut handles: Vec<[u8; 64]>,
     rank: u32,
     deadline: Instant,
+    turns: Arc<Turns>,
 ) -> Result<Group> {
     let ranks = u32::try_from(handles.len()).map_err(|_| Error::argument("too many ranks"))?;
     let others = ranks as usize - 1;
@@ -108,12 +110,12 @@ pub(crate) fn connect(
         let to = outgoing.get_mut(from).and_then(Option::take).ok_or_else(not_ours)?;
         peers[from] = Some(Peer::new(from as u32, to, Box::new(connection.end)));
     }
-    start(peers, ranks)
+    start(peers, ranks, turns)
 }
 
-fn start(peers: Vec<Option<Peer>>, ranks: u32) -> Result<Group> {
+fn start(peers: Vec<Option<Peer>>, ranks: u32, turns: Arc<Turns>) -> Result<Group> {
     let shared = Arc::new(Shared::default());
-    let placer = Placer::new(Arc::clone(&shared), peers);
+    let placer = Placer::new(Arc::clone(&shared), peers, turns, facade::recovery_limit()?);
     let thread = crate::os::thread::spawn("towline-rma", move || placer.run())
         .map_err(|error| Error::system("starting the thread of one-sided operations", &error))?;
     shared.serve(thread.thread().clone());

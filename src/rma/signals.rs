@@ -1,8 +1,8 @@
 //! Signals: numbers in registered memory that other ranks add to.
 //!
 //! In host memory the processor adds. In a GPU's memory only copies can, so the sum is made here and written: of a copy that is
-//! kept here where NCCL promises that nothing else writes the number, else of what is read before. Only one number is read at a
-//! time, so that no other addition comes between.
+//! kept here where NCCL promises that nothing else writes the number, else of what is read before. A group reads one number at a
+//! time, and other groups of the process wait for their turn at it ([`Turns`]), so that no other addition comes between.
 
 use std::collections::HashMap;
 use std::ptr;
@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::gpu::{Gpu, Mark};
-use super::registry::Registry;
+use super::registry::{Registry, Spot};
+use super::turns::{Turn, Turns};
 use super::wire::Signal;
 use crate::os::error::Result;
 
@@ -18,10 +19,17 @@ use crate::os::error::Result;
 pub(crate) enum Step {
     /// Not begun.
     New,
+    /// Another group may have its turn at the number.
+    Waits(Turn),
     /// The number is read when this mark is reached. While the token lives no other is.
-    Read(Mark, #[allow(dead_code, reason = "held until it is dropped")] Arc<()>),
-    /// The sum is written, or will be when this mark is reached.
-    Written(Option<Mark>),
+    Read(Mark, Turn, #[allow(dead_code, reason = "held until it is dropped")] Arc<()>),
+    /// The sum will be written when the mark is reached, and then the turn ends; none where it is.
+    Written(Option<Mark>, Option<Turn>),
+}
+
+impl Step {
+    /// Nothing is left to do.
+    pub(crate) const DONE: Self = Self::Written(None, None);
 }
 
 /// What a group knows of its signals. The placer alone uses it.
@@ -30,45 +38,57 @@ pub(crate) struct Signals {
     /// Sums, by registration and place.
     kept: HashMap<(u32, u64), u64>,
     reading: Arc<()>,
+    turns: Arc<Turns>,
 }
 
 impl Signals {
+    /// Of a group whose process has these turns.
+    pub(crate) fn of(turns: Arc<Turns>) -> Self {
+        Self { turns, ..Self::default() }
+    }
+
     /// Takes the next step of an addition.
     ///
     /// # Errors
     /// When its place is not inside its registration, or the GPU has failed.
     pub(crate) fn advance(&mut self, registry: &Registry, signal: &Signal, step: &mut Step) -> Result<()> {
-        match step {
-            Step::New => {
-                let place = registry.locate_signal(signal)?;
-                let Some(gpu) = &place.gpu else {
+        if matches!(step, Step::New) {
+            let place = registry.locate_signal(signal)?;
+            *step = match &place.gpu {
+                None => {
                     add_in_host_memory(place.address, signal.value);
-                    *step = Step::Written(None);
-                    return Ok(());
-                };
-                if place.only_ours {
+                    Step::DONE
+                }
+                Some(gpu) if place.only_ours => {
                     let sum = self.kept.entry((signal.region, signal.offset)).or_insert(0);
                     *sum = sum.wrapping_add(signal.value);
-                    *step = write(gpu, place.address, *sum)?;
-                } else if Arc::strong_count(&self.reading) == 1 {
-                    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has
-                    // seen the stream come this far.
-                    let mark = unsafe { gpu.read(place.address) }?;
-                    *step = Step::Read(mark, Arc::clone(&self.reading));
+                    Step::Written(Some(write(gpu, place.address, *sum)?), None)
                 }
-            }
-            Step::Read(mark, _) => {
-                if mark.is_reached()? {
-                    let sum = mark.gpu.number_read().wrapping_add(signal.value);
-                    // A registration that has ended since takes no signal any more.
-                    *step = match registry.locate_signal(signal) {
-                        Ok(place) => write(&mark.gpu, place.address, sum)?,
-                        Err(_) => Step::Written(None),
-                    };
-                }
-            }
-            Step::Written(_) => {}
+                Some(gpu) => Step::Waits(self.turns.take(place.address, Arc::as_ptr(gpu).addr())),
+            };
         }
+        *step = match std::mem::replace(step, Step::DONE) {
+            Step::Waits(turn) if Arc::strong_count(&self.reading) == 1 && turn.has_come() => {
+                match registry.locate_signal(signal) {
+                    Ok(Spot { address, gpu: Some(gpu), .. }) => {
+                        // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer
+                        // has seen the stream come this far.
+                        let mark = unsafe { gpu.read(address) }?;
+                        Step::Read(mark, turn, Arc::clone(&self.reading))
+                    }
+                    // A registration that has ended since takes no signal any more.
+                    _ => Step::DONE,
+                }
+            }
+            Step::Read(mark, turn, _) if mark.is_reached()? => {
+                let sum = mark.gpu.number_read().wrapping_add(signal.value);
+                match registry.locate_signal(signal) {
+                    Ok(place) => Step::Written(Some(write(&mark.gpu, place.address, sum)?), Some(turn)),
+                    Err(_) => Step::DONE,
+                }
+            }
+            step => step,
+        };
         Ok(())
     }
 
@@ -78,11 +98,10 @@ impl Signals {
     }
 }
 
-fn write(gpu: &Arc<Gpu>, address: usize, sum: u64) -> Result<Step> {
+fn write(gpu: &Arc<Gpu>, address: usize, sum: u64) -> Result<Mark> {
     // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has seen the stream
     // come this far.
-    let mark = unsafe { gpu.write(address, sum) }?;
-    Ok(Step::Written(Some(mark)))
+    unsafe { gpu.write(address, sum) }
 }
 
 fn add_in_host_memory(address: usize, value: u64) {

@@ -8,16 +8,19 @@
 use std::cell::RefCell;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::cuda::simulation as gpu;
+use super::gpu::Gpus;
 use super::group::{Command, Group, Shared};
+use super::landings::Landings;
 use super::line::{RecvEnd, SendEnd};
 use super::outgoing::Outgoing;
 use super::peer::{Peer, Place};
 use super::placer::Placer;
-use super::registry::Region;
-use super::wire::Signal;
+use super::registry::{Region, Registry};
+use super::signals::Signals;
+use super::wire::{Header, Kind, Signal};
 use crate::os::error::{Error, Result};
 use crate::tcp::simulation::link::{Link, Luck};
 use crate::tcp::simulation::play_all;
@@ -30,6 +33,10 @@ const SOURCE: u32 = 3;
 /// Where what is got from the other rank goes.
 const TARGET: u32 = 4;
 const SOURCE_BYTES: usize = 2 << 20;
+/// No game takes so long.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// The bytes of a get.
+const GOT: usize = 64;
 /// Operations that a rank has under way.
 const AHEAD: usize = 32;
 
@@ -75,6 +82,10 @@ impl SendEnd for End {
 
     fn is_sent(&mut self, request: usize) -> Result<bool> {
         Ok(self.ask(request, |link| link.is_sent(request).then_some(()))?.is_some())
+    }
+
+    fn is_left(&mut self) -> Result<bool> {
+        Ok(with(self.connection, |it| it.is_over))
     }
 }
 
@@ -156,6 +167,8 @@ struct Rank {
     promised: [(usize, u64); RANKS],
     /// Requests, and whether each is a get.
     open: Vec<(u64, bool)>,
+    /// Where gets brought bytes from, and to.
+    got: Vec<usize>,
 }
 
 struct World {
@@ -215,9 +228,10 @@ impl World {
         }
         if self.luck.roll(8) == 0 {
             let offset = self.luck.roll(4096);
-            let from = Place { region: SOURCE, offset, size: 64 };
-            let request = rank.group.get(to as u32, from, Place { region: TARGET, offset, size: 64 });
+            let from = Place { region: SOURCE, offset, size: GOT as u64 };
+            let request = rank.group.get(to as u32, from, Place { region: TARGET, ..from });
             rank.open.push((request.expect("a get"), true));
+            rank.got.push(offset as usize);
             return;
         }
         let size = step.size as u64;
@@ -261,12 +275,12 @@ impl World {
         }
     }
 
-    /// Plays until all is done.
-    fn play(&mut self, mut meanwhile: impl FnMut(&mut Self, u64)) {
+    /// Plays until all is done; gives how long that took.
+    fn play(&mut self, mut meanwhile: impl FnMut(&mut Self, u64)) -> u64 {
         for now in 0..2_000_000 {
             meanwhile(self, now);
             if self.is_done() {
-                return;
+                return now + 1;
             }
             self.step();
         }
@@ -318,10 +332,10 @@ impl Rank {
         let peer = Peer::new(other as u32, outgoing, Box::new(End { connection: other, receives: true }));
         let mut peers = [None, None];
         peers[other] = Some(peer);
-        let placer = Some(Placer::new(Arc::clone(&shared), peers.into()));
+        let placer = Some(Placer::new(Arc::clone(&shared), peers.into(), Arc::default(), PATIENCE));
         let group = Group { shared, ranks: RANKS as u32, placer: Mutex::new(None) };
-        let (begun, promised, open) = Default::default();
-        Self { own, group, placer, window, signals, target, begun, promised, open }
+        let (begun, promised, open, got) = Default::default();
+        Self { own, group, placer, window, signals, target, begun, promised, open, got }
     }
 
     /// As the placer's thread does when it ends.
@@ -354,9 +368,12 @@ fn a_game_of_puts_and_signals(seed: u64) {
             let last = world.plans[from][which].iter().rposition(|step| step.signal > 0);
             assert!(last.is_none_or(|last| *promised > last), "the last signal of rank {from} is visible");
         }
-        let target = &world.ranks[which].target;
-        let mut got = seen(address(target), target.len()).iter().zip(source());
-        assert!(got.all(|(got, byte)| *got == 0 || got == byte), "a get brought something else");
+        let Rank { target, got, .. } = &world.ranks[which];
+        let mut expected = vec![0; target.len()];
+        for &at in got {
+            expected[at..at + GOT].copy_from_slice(&source()[at..at + GOT]);
+        }
+        assert!(seen(address(target), target.len()) == expected, "all gets have brought their bytes, and nothing else");
     }
     world.check_all_placed();
     drop(world);
@@ -371,7 +388,7 @@ fn a_game_with_an_end(seed: u64) {
     let (at, closes) = (world.luck.roll(6000), world.luck.roll(2) == 0);
     let mut waits: Option<Receiver<()>> = None;
     let mut frozen: Option<Vec<u8>> = None;
-    world.play(|world, now| {
+    let mut meanwhile = |world: &mut World, now: u64| {
         let rank = &mut world.ranks[which];
         if now == at {
             world.ended = Some(which);
@@ -385,11 +402,61 @@ fn a_game_with_an_end(seed: u64) {
         if has_ended && frozen.is_none() {
             frozen = Some(seen(address(&rank.window), rank.window.len()).to_vec());
         }
+        frozen.is_some()
+    };
+    let played = world.play(|world, now| {
+        meanwhile(world, now);
     });
-    let rank = &world.ranks[which];
-    if let Some(frozen) = frozen {
-        assert!(seen(address(&rank.window), frozen.len()) == frozen, "written late");
+    // The game may be over before the end begins, and before it has come.
+    let mut now = played.max(at);
+    let until = now + 2000;
+    while !meanwhile(&mut world, now) || now < until {
+        world.step();
+        now += 1;
+        assert!(now < until + 2_000_000, "the end hangs");
     }
+    let rank = &world.ranks[which];
+    let frozen = frozen.expect("it has ended");
+    assert!(seen(address(&rank.window), frozen.len()) == frozen, "written late");
+}
+
+/// Two groups of a process, each with a stream of its own, add to the same numbers of a GPU.
+fn a_game_of_two_groups(seed: u64) {
+    const ADDITIONS: usize = 40;
+    let mut luck = Luck::of(seed);
+    gpu::begin(luck.roll(1 << 40), luck.roll(8));
+    let numbers = vec![0_u64; 2];
+    let turns = Arc::default();
+    let mut groups = [0, 1].map(|_| {
+        let (gpus, registry) = (Gpus::default(), Registry::default());
+        let gpu = Some(gpus.found_by(gpu::driver(), address(&numbers), RANKS as u32).expect("a simulated GPU"));
+        registry.add(Region { address: address(&numbers), size: 16, gpu, only_ours: false }).expect("a registration");
+        (gpus, registry, Signals::of(Arc::clone(&turns)), [Landings::default(), Landings::default()])
+    });
+    let (mut sums, mut begun, mut landed) = ([0, 0], 0, Vec::new());
+    for _ in 0..100_000 {
+        let (gpus, registry, signals, landings) = &mut groups[luck.roll(2) as usize];
+        let from = &mut landings[luck.roll(2) as usize];
+        if begun < ADDITIONS && luck.roll(4) == 0 {
+            let (which, value) = (luck.roll(2), 1 + luck.roll(1000));
+            let signal = Signal { region: 1, offset: 8 * which, value };
+            from.push(Header { signal, ..Header::new(Kind::Put) }, false, None);
+            sums[which as usize] += value;
+            begun += 1;
+        }
+        gpus.ask();
+        from.advance(registry, signals, &mut landed).expect("nothing fails");
+        if landed.len() == ADDITIONS {
+            break;
+        }
+    }
+    assert_eq!(landed.len(), ADDITIONS, "it hangs");
+    assert_eq!([0, 8].map(|offset| signal_at(address(&numbers) + offset)), sums, "an addition is lost");
+}
+
+#[test]
+fn groups_that_add_to_one_number_of_a_gpu_lose_nothing() {
+    play_all(20, a_game_of_two_groups);
 }
 
 #[test]

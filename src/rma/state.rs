@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::group::Group;
+use super::turns::Turns;
 use crate::engine::handle::Kind;
 use crate::engine::table::Table;
 use crate::os::fork;
@@ -34,6 +35,8 @@ pub(crate) struct State {
     pub objects: Table<Object>,
     /// What `createContext` makes: another name for a group, since all contexts of a pair of ranks share its connections.
     pub contexts: Table<Group>,
+    /// At signals in a GPU's memory.
+    pub turns: Arc<Turns>,
 }
 
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
@@ -54,7 +57,7 @@ pub(crate) fn state() -> &'static State {
 #[inline(never)]
 fn make(current: *mut State, generation: u32) -> &'static State {
     let (objects, contexts) = (Table::new(Kind::Comm), Table::new(Kind::Context));
-    let fresh = Box::into_raw(Box::new(State { generation, objects, contexts }));
+    let fresh = Box::into_raw(Box::new(State { generation, objects, contexts, turns: Arc::default() }));
     match STATE.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it belongs to the static now, which never frees it.
         Ok(_) => unsafe { &*fresh },

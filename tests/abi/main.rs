@@ -9,3 +9,4 @@ mod host;
 mod layout;
 mod rma;
 mod rma_cuda;
+mod rma_ends;

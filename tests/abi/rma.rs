@@ -12,7 +12,7 @@ use crate::support::one_sided::{
 };
 use crate::support::window::Window;
 use crate::support::{context, eventually, key_file, pattern, watchdog};
-use towline::host::log::Capture;
+use towline::host::log::{Capture, Record};
 use towline::host::{
     ApiVersion, Code, Handle, Memory, Object, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, PutSignal, RmaHandle,
 };
@@ -207,7 +207,7 @@ fn registrations_end_while_puts_are_late() {
             }
             let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
             // NCCL's abort of rank 0 waits for them, and a failure would stop NCCL's progress thread.
-            assert!(round % 2 == 0 || ends.iter().all(Result::is_ok), "{ends:?}");
+            assert!(ends.iter().all(Result::is_ok), "{ends:?}");
             if round % 2 == 0 {
                 assert_eq!(ranks[0].wait(ranks[0].put(what, 1, None)), Ok(()), "dropped, as its source is gone");
             }
@@ -293,8 +293,14 @@ fn groups_close_in_any_order() {
             }
             last.close();
             assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-            let warnings = log.records().iter().filter(|record| record.is_warning()).count();
-            assert!(round % 2 == 1 || round > 2 || warnings == 0, "{:?}", log.records());
+            // A request that is live is given up. What ends without a goodbye is missed, and its listener is gone.
+            let is_expected = |text: &str| {
+                (round % 2 == 1 || round > 2) && text.contains("closed the connection with transfers in flight")
+                    || round > 2
+                        && ["one-sided operations with rank ", "closeListen"].iter().any(|it| text.contains(it))
+            };
+            let is_fine = |record: &Record| !record.is_warning() || is_expected(&record.text);
+            assert!(log.records().iter().all(is_fine), "round {round}: {:?}", log.records());
         }
     });
 }

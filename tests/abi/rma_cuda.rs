@@ -123,7 +123,7 @@ fn registrations_end_while_copies_are_late() {
                 drop(source);
             }
             let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
-            assert!(round % 2 == 0 || ends.iter().all(Result::is_ok), "{ends:?}");
+            assert!(ends.iter().all(Result::is_ok), "{ends:?}");
             ranks.into_iter().for_each(Rank::close);
         }
     });
@@ -159,20 +159,23 @@ fn groups_close_while_copies_are_under_way() {
     });
 }
 
+const SIZE: usize = 4 << 20;
+
 /// Which copy fails: one that brings bytes from a GPU, one that brings them there, one on the own rank.
 #[test]
 fn a_failed_copy_is_an_error_of_its_request_and_one_line() {
     alone("rma_cuda::a_failed_copy_is_an_error_of_its_request_and_one_line", || {
         let _watchdog = watchdog(100);
-
-        for (from_gpu, to_gpu, target) in [(true, false, 1), (false, true, 1), (true, true, 0)] {
+        // The last of few bytes has nothing under way when its copy fails.
+        let cases = [(true, false, 1, SIZE), (false, true, 1, SIZE), (true, true, 0, SIZE), (false, true, 1, 8)];
+        for (from_gpu, to_gpu, target, size) in cases {
             copies_are_late(2);
             let ranks = connected(16, 2);
-            let make = |is_gpu: bool| if is_gpu { Window::gpu(4 << 20) } else { Window::host(4 << 20) };
+            let make = |is_gpu: bool| if is_gpu { Window::gpu(SIZE) } else { Window::host(SIZE) };
             let (source, window) = (make(from_gpu), make(to_gpu));
             let [(from, to), _] =
                 [0, 1].map(|rank: usize| (ranks[rank].register(&source), ranks[rank].register(&window)));
-            let what = (at(from, 0), 4 << 20, at(to, 0));
+            let what = (at(from, 0), size, at(to, 0));
             ranks[0].wait(ranks[0].put(what, target, None)).expect("it works");
             let log = Capture::start();
             copies_fail(1);

@@ -150,6 +150,7 @@ pub fn moves_all_sizes(version: u32, count: usize, make: impl Fn(usize, usize) -
             };
             first.wait(first.put(what, to, None)).expect("the put ends");
             assert!(holds(&windows[to], offset, &expected[most - size..]), "{size} bytes to rank {to}");
+            target.clear(most - size..most);
             let what = (at(mrs[0], offset), size, at(targets[0], most - size));
             let get = first.rma.get(first.context, what, to as u32).expect("iget");
             first.wait(get).expect("the get ends");

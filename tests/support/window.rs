@@ -117,6 +117,13 @@ impl Window {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.seen(0), bytes.len()) }
     }
 
+    /// Writes zeros there.
+    pub fn clear(&self, place: std::ops::Range<usize>) {
+        assert!(place.end <= self.place().1);
+        // SAFETY: as for `fill`.
+        unsafe { std::ptr::write_bytes(self.seen(place.start), 0, place.len()) }
+    }
+
     pub fn is_filled_with(&self, byte: u8) -> bool {
         // SAFETY: all of the memory, which no transfer may use.
         let bytes = unsafe { std::slice::from_raw_parts(self.seen(0), self.place().1) };

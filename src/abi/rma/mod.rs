@@ -10,7 +10,7 @@ mod v16;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use super::guard::guard;
+use super::guard::{guard, guard_and_tell};
 use super::pointer::{Out, array, dress, handle_bytes, id, null};
 use super::properties::Properties;
 use crate::nccl::ffi::{
@@ -197,7 +197,7 @@ unsafe extern "C" fn iflush<const API: u8>(
     _rank: u32,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    guard::<API>("rma iflush", || {
+    guard_and_tell::<API>("rma iflush", tell_unread, || {
         // SAFETY: NCCL's promise: null, or a place for a pointer.
         unsafe { Out::new(request, "request") }?.set(ptr::null_mut());
         Ok(())
@@ -209,7 +209,7 @@ unsafe extern "C" fn test<const API: u8>(
     request: *mut c_void,
     done: *mut c_int,
 ) -> ncclResult_t {
-    guard::<API>("rma test", || {
+    guard_and_tell::<API>("rma test", tell_unread, || {
         // SAFETY: NCCL's promise: null, or a place for a number.
         let mut done = unsafe { Out::new(done, "done") }?;
         done.set(0);
@@ -228,6 +228,11 @@ unsafe extern "C" fn query_last_error<const API: u8>(rma_ctx: *mut c_void, has_e
 
 unsafe extern "C" fn finalize<const API: u8>(ctx: *mut c_void) -> ncclResult_t {
     guard::<API>("rma finalize", || facade::finalize(id(ctx, "ctx")?))
+}
+
+/// For the calls of NCCL's progress thread.
+fn tell_unread(_call: &'static str, error: &Error) {
+    facade::say_once(error);
 }
 
 /// A side of an operation. NCCL gives a null handle where there are no bytes.
@@ -253,7 +258,7 @@ unsafe fn begin<const API: u8>(
     request: *mut *mut c_void,
     begin: impl FnOnce() -> Result<usize>,
 ) -> ncclResult_t {
-    guard::<API>(call, || {
+    guard_and_tell::<API>(call, tell_unread, || {
         // SAFETY: this function's contract.
         let mut request = unsafe { Out::new(request, "request") }?;
         request.set(ptr::null_mut());

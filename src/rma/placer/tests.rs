@@ -1,0 +1,170 @@
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
+
+use super::super::group::Group;
+use super::super::line::{RecvEnd, SendEnd};
+use super::super::outgoing::Outgoing;
+use super::super::registry::Region;
+use super::super::wire::HEADER;
+use super::*;
+
+/// A rank that says what a test has it say, and takes nothing until the test lets it.
+#[derive(Clone, Default)]
+struct Fake {
+    takes: Arc<AtomicBool>,
+    says: Arc<Mutex<VecDeque<Header>>>,
+    /// Where the header that it says next belongs.
+    place: Option<usize>,
+    panics: bool,
+}
+
+impl SendEnd for Fake {
+    fn send(&mut self, _data: *mut u8, _size: usize) -> Result<Option<usize>> {
+        assert!(!self.panics, "a defect");
+        Ok(Some(1))
+    }
+
+    fn is_sent(&mut self, _request: usize) -> Result<bool> {
+        Ok(self.takes.load(Ordering::Relaxed))
+    }
+
+    fn is_left(&mut self) -> Result<bool> {
+        Ok(false)
+    }
+}
+
+impl RecvEnd for Fake {
+    fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
+        assert_eq!(size, HEADER);
+        self.place = Some(data.expose_provenance());
+        Ok(Some(1))
+    }
+
+    fn received(&mut self, _request: usize) -> Result<Option<u64>> {
+        let (Some(place), Some(header)) = (self.place, self.says.lock().unwrap().pop_front()) else { return Ok(None) };
+        let bytes = header.encode();
+        // SAFETY: the placer keeps room for a header there until its receive has ended, which is now.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), ptr::with_exposed_provenance_mut(place), HEADER) };
+        Ok(Some(HEADER as u64))
+    }
+}
+
+/// Rank 0 of two, with registrations 1 and 2 of the same 64 bytes.
+struct Rank {
+    group: Group,
+    placer: Placer,
+    other: Fake,
+    _memory: Box<[u8; 64]>,
+}
+
+impl Rank {
+    fn new(patience: Duration, other: Fake) -> Self {
+        let (shared, memory) = (Arc::new(Shared::default()), Box::new([7; 64]));
+        for _ in 0..2 {
+            let region = Region { address: memory.as_ptr().expose_provenance(), size: 64, ..Region::default() };
+            shared.registry.add(region).unwrap();
+        }
+        let peer = Peer::new(1, Outgoing::over(Box::new(other.clone()), 1), Box::new(other.clone()));
+        let placer = Placer::new(Arc::clone(&shared), vec![None, Some(peer)], Arc::default(), patience);
+        Self { group: Group { shared, ranks: 2, placer: Mutex::default() }, placer, other, _memory: memory }
+    }
+
+    fn put(&self, source: u32) -> u64 {
+        let [from, to] = [source, 1].map(|region| Place { region, offset: 0, size: 8 });
+        self.group.put(1, from, to, Signal::default()).unwrap()
+    }
+
+    fn ask(&mut self, command: impl FnOnce(SyncSender<()>) -> Command) -> Receiver<()> {
+        let (done, is_done) = sync_channel(1);
+        self.group.shared.ask(command(done)).unwrap();
+        is_done
+    }
+
+    /// Has turns for this long.
+    fn go_on(&mut self, time: Duration) {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            self.placer.turn();
+        }
+    }
+
+    fn test(&self, request: u64) -> Result<bool> {
+        self.group.shared.requests.test(request)
+    }
+}
+
+const MOMENT: Duration = Duration::from_millis(20);
+const LONG: Duration = Duration::from_secs(600);
+
+/// The bytes of a get that this rank answered, and those of its own puts.
+#[test]
+fn memory_is_given_back_when_the_connection_has_read_it() {
+    let detach: fn(SyncSender<()>) -> Command = |done| Command::Detach { done };
+    let withdraw: fn(SyncSender<()>) -> Command = |done| Command::Withdraw { region: 1, done };
+    for (gets, command) in [(true, withdraw), (false, withdraw), (false, detach)] {
+        let mut rank = Rank::new(LONG, Fake::default());
+        if gets {
+            let get = Header { request: 9, region: 1, size: 64, ..Header::new(Kind::Get) };
+            rank.other.says.lock().unwrap().push_back(get);
+        } else {
+            rank.put(1);
+        }
+        rank.go_on(MOMENT);
+        let given_back = rank.ask(command);
+        rank.go_on(MOMENT);
+        assert!(given_back.try_recv().is_err(), "it is still read");
+        rank.other.takes.store(true, Ordering::Relaxed);
+        rank.go_on(MOMENT);
+        assert!(given_back.try_recv().is_ok(), "it is read no more");
+        assert!(rank.group.failure().is_none() && matches!(rank.placer.others[1], Other::Alive(_)));
+    }
+}
+
+#[test]
+fn a_rank_that_never_lets_go_of_memory_is_ended_and_the_log_says_so() {
+    let mut rank = Rank::new(2 * MOMENT, Fake::default());
+    let put = rank.put(1);
+    let given_back = rank.ask(|done| Command::Withdraw { region: 1, done });
+    rank.go_on(MOMENT);
+    assert!(given_back.try_recv().is_err());
+    rank.go_on(2 * MOMENT);
+    assert!(given_back.try_recv().is_ok());
+    let error = rank.test(put).expect_err("its source is gone");
+    assert!(error.to_string().contains("rank 1") && error.hint().is_some(), "{error}");
+    assert!(!error.report_once(), "it has been said");
+}
+
+#[test]
+fn what_follows_a_dropped_put_fails_and_the_log_says_so() {
+    let mut rank = Rank::new(LONG, Fake::default());
+    let _ = rank.ask(|done| Command::Withdraw { region: 1, done });
+    rank.go_on(MOMENT);
+    let dropped = rank.put(1);
+    rank.go_on(MOMENT);
+    assert!(rank.test(dropped).unwrap(), "an abort must not wait for it");
+    let (later, again) = (rank.put(2), rank.put(1));
+    rank.go_on(MOMENT);
+    let error = rank.test(later).expect_err("its signal would promise what was dropped");
+    assert!(error.to_string().contains("rank 1") && error.hint().is_some(), "{error}");
+    assert!(!error.report_once(), "it has been said");
+    assert!(rank.test(again).unwrap());
+    // What is not a put goes on.
+    let to = Place { region: 2, offset: 0, size: 8 };
+    let get = rank.group.get(1, to, to).unwrap();
+    rank.go_on(MOMENT);
+    assert!(!rank.test(get).unwrap(), "it waits for its answer");
+}
+
+#[test]
+fn a_panic_of_the_placer_ends_its_group_and_the_log_says_so() {
+    let rank = Rank::new(LONG, Fake { panics: true, ..Fake::default() });
+    let put = rank.put(1);
+    let Rank { group, placer, .. } = rank;
+    placer.run();
+    let error = group.shared.requests.test(put).expect_err("its placer has ended");
+    assert_eq!(error.cause(), Cause::Internal);
+    assert!(!error.report_once(), "it has been said");
+    assert_eq!(group.failure().map(|error| error.cause()), Some(Cause::Internal));
+}
