@@ -79,9 +79,11 @@ impl RecvConn {
             if placed > 0 {
                 self.placed(index, io, placed);
             }
-            // A short read means that the socket is empty: saves the call that would show that, unless a frame is still
-            // open, whose rest has probably arrived.
-            if bytes < wanted && matches!(io.body, Body::None) {
+            // A short read means that the socket has no more bytes: saves the call that would show that, unless a frame is
+            // still open, whose rest has probably arrived. The end of the stream may be behind them all the same. NCCL's
+            // thread and the control thread poll the first stream again; a worker polls again only when the kernel reports
+            // something new, and it reports bytes and an end that it finds together only once.
+            if index == 0 && bytes < wanted && matches!(io.body, Body::None) {
                 self.take_frames(index, io).map_err(Broken::Fatal)?;
                 if matches!(io.body, Body::None) {
                     return Ok((true, false));

@@ -33,8 +33,8 @@ impl RecvConn {
             share = share.saturating_sub(bytes);
             sides.intake.filled(bytes);
             self.take_sealed(index, io)?;
-            // As in a plain stream: an empty socket is read again only while a frame is open.
-            if bytes < wanted && matches!(io.body, Body::None) {
+            // As in a plain stream: the first one is read again only while a frame is open.
+            if index == 0 && bytes < wanted && matches!(io.body, Body::None) {
                 return Ok((true, false));
             }
         }

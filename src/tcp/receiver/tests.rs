@@ -145,6 +145,38 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
     }
 }
 
+/// A worker is called once for what has arrived and for the end behind it: the kernel reports both together. Were the end
+/// left for the next poll, a receive would wait for ever for a peer that has gone.
+#[test]
+fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
+    let message = Header { flags: EAGER, length: 8, total: 8, epoch: 1, ..Header::of(Type::Data, 0) };
+    let goodbye = Header { total: 1, ..Header::of(Type::Bye, 0) }.encode().to_vec();
+    for (seal, last, in_order) in [
+        (Seal::Plain, goodbye.clone(), true),
+        (Seal::Plain, [&message.encode()[..], &[7; 8]].concat(), false),
+        (Seal::Checksum, goodbye, true),
+    ] {
+        let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+        let _first = join(&conn, 0);
+        let (ours, mut theirs) = loopback::sockets();
+        let registration = conn.register(1, &ours).expect("it is watched");
+        conn.add_stream(1, 1, registration, ours, seal);
+        // The worker, which may have it now, finds it taken from then on.
+        let mut held = (0..).find_map(|_| conn.streams[1].hold()).expect("nobody has it for ever");
+        let io = held.as_deref_mut().expect("it is connected");
+        theirs.write_all(&last).expect("it lives");
+        theirs.shutdown(std::net::Shutdown::Write).expect("it lives");
+        let mut end = libc::pollfd { fd: io.sock.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+        // SAFETY: one entry, which outlives the call.
+        assert_eq!(unsafe { libc::poll(&raw mut end, 1, 20_000) }, 1, "the end arrives");
+        let Step::Broken(why) = conn.step(1, io, READ) else { panic!("the end is left for a poll that nobody makes") };
+        let is_as_it_ended = if in_order { matches!(why, Broken::Goodbye) } else { matches!(why, Broken::Lost(_)) };
+        assert!(is_as_it_ended, "{why:?}");
+        drop(held);
+        conn.close();
+    }
+}
+
 /// The first stream is away when the connection fails. The sender must hear why over another, and not wait for a stream that
 /// does not come back.
 #[test]
