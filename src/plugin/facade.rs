@@ -73,11 +73,11 @@ pub(crate) fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuni
     (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
-/// Checks whether one-sided operations of a communicator can use Towline.
+/// The traffic class of a communicator whose one-sided operations can use Towline.
 ///
 /// # Errors
-/// The reason why not, a sentence for the log.
-pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
+/// The reason why they cannot, a sentence for the log.
+pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<Option<u8>, &'static str> {
     process().offers_one_sided(comm)
 }
 

@@ -3,6 +3,7 @@
 //! A forked child gets a fresh one. Its parent's threads do not exist there, the fork handler has closed its parent's
 //! descriptors, and its parent's handles are invalid.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
@@ -287,20 +288,31 @@ impl Process {
         self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id))
     }
 
-    /// Checks whether one-sided operations of the communicator with this id can use Towline. NCCL calls the network's
+    /// The traffic class of the communicator with this id, whose one-sided operations can use Towline. NCCL calls the network's
     /// `init` before, with the same id.
     ///
     /// # Errors
-    /// The reason why not, a sentence for the log.
-    pub(crate) fn offers_one_sided(&self, comm: u64) -> std::result::Result<(), &'static str> {
+    /// The reason why they cannot, a sentence for the log.
+    pub(crate) fn offers_one_sided(&self, comm: u64) -> std::result::Result<Option<u8>, &'static str> {
         let Some(net) = self.net.get() else { return Err("no communicator of this process uses Towline") };
         if !net.config.rma {
             return Err("TOWLINE_RMA is not 1");
         }
-        if !self.carries(Some(comm)) {
+        let class = Cell::new(None);
+        let is_it = |context: &Context| {
+            let is_it = context.refusal().is_none() && context.comm_id == comm;
+            if is_it {
+                class.set(context.traffic_class);
+            }
+            is_it
+        };
+        if !self.contexts.any(is_it) {
             return Err("this communicator does not use Towline");
         }
-        if self.backends.rdma().is_some() { Err("they go over TCP only, and the devices are RDMA's") } else { Ok(()) }
+        if self.backends.rdma().is_some() {
+            return Err("they go over TCP only, and the devices are RDMA's");
+        }
+        Ok(class.get())
     }
 
     /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over

@@ -4,6 +4,7 @@
 //! group, and are below 2^63, which NCCL asks of registrations.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
@@ -26,17 +27,30 @@ pub(crate) struct At {
     pub offset: u64,
 }
 
-/// Begins, or says why not.
+/// Begins, or says why not. NCCL (2.30.7, `plugin/rma.cc`) takes a library that declines from all communicators of the process,
+/// and does not even end what they have begun; so once one has begun, none is declined.
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
 pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
-    if let Err(why) = facade::offers_one_sided(comm) {
-        return Ok(Err(why));
-    }
-    // A context of its own: NCCL may end the network's before it closes its groups.
-    let args = InitArgs { host: Host::Nccl, api: 12, comm_id: Some(comm), traffic_class: None, logger, profiler: None };
-    facade::init(args).map(Ok)
+    let begun = &state().begun;
+    let traffic_class = match facade::offers_one_sided(comm) {
+        Ok(class) => class,
+        Err(why) if begun.load(Ordering::Acquire) == 0 => return Ok(Err(why)),
+        Err(why) => {
+            tracing::warn!(
+                "one-sided operations of a communicator go over Towline although {why}: NCCL would take them from all \
+                 communicators of this process"
+            );
+            None
+        }
+    };
+    // A context of its own: NCCL may end the network's before it closes its groups. The traffic class is the network's, since
+    // NCCL names none before the connections are made.
+    let args = InitArgs { host: Host::Nccl, api: 12, comm_id: Some(comm), traffic_class, logger, profiler: None };
+    let ctx = facade::init(args)?;
+    begun.fetch_add(1, Ordering::AcqRel);
+    Ok(Ok(ctx))
 }
 
 /// Ends what `init` gave.
@@ -44,7 +58,9 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
 /// # Errors
 /// When it did not.
 pub(crate) fn finalize(ctx: usize) -> Result<()> {
-    facade::finalize(ctx)
+    facade::finalize(ctx)?;
+    state().begun.fetch_sub(1, Ordering::AcqRel);
+    Ok(())
 }
 
 /// Begins to listen; gives the handle that NCCL carries to all ranks, and the listener's id.

@@ -5,7 +5,7 @@
 
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use super::group::Group;
 use super::turns::Turns;
@@ -37,6 +37,8 @@ pub(crate) struct State {
     pub contexts: Table<Group>,
     /// At signals in a GPU's memory.
     pub turns: Arc<Turns>,
+    /// How many communicators have begun and not ended.
+    pub begun: AtomicUsize,
 }
 
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
@@ -57,7 +59,13 @@ pub(crate) fn state() -> &'static State {
 #[inline(never)]
 fn make(current: *mut State, generation: u32) -> &'static State {
     let (objects, contexts) = (Table::new(Kind::Comm), Table::new(Kind::Context));
-    let fresh = Box::into_raw(Box::new(State { generation, objects, contexts, turns: Arc::default() }));
+    let fresh = Box::into_raw(Box::new(State {
+        generation,
+        objects,
+        contexts,
+        turns: Arc::default(),
+        begun: AtomicUsize::new(0),
+    }));
     match STATE.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it belongs to the static now, which never frees it.
         Ok(_) => unsafe { &*fresh },

@@ -8,7 +8,8 @@ use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
 use crate::support::faults::Dice;
 use crate::support::injector::{FAULTY_CALLS, faulty_calls};
 use crate::support::one_sided::{
-    COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, listening, moves_all_sizes, pick, rma, signals_follow_their_puts,
+    COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, holds, listening, moves_all_sizes, pick, rma,
+    signals_follow_their_puts,
 };
 use crate::support::window::Window;
 use crate::support::{context, eventually, key_file, pattern, watchdog};
@@ -67,8 +68,11 @@ fn nothing_is_offered_to_a_communicator_of_another_network() {
         assert!(log.contains("this communicator does not use Towline"), "{:?}", log.records());
         let ctx = rma.init(COMM).expect("init");
         net.finalize().expect("finalize");
-        assert_eq!(rma.init(COMM + 1).err(), Some(Code::InvalidUsage));
+        // NCCL would take them from the communicator that has them.
+        let other = rma.init(COMM + 1).expect("none is declined now");
+        assert!(log.contains("go over Towline although"), "{:?}", log.records());
         rma.finalize(ctx).expect("finalize");
+        rma.finalize(other).expect("finalize");
         declines("");
     });
 }
@@ -93,6 +97,75 @@ fn devices_are_those_of_the_network() {
             rma.finalize(ctx).expect("finalize");
         }
     });
+}
+
+/// What NCCL reads of the network's devices into its topology.
+fn describes_devices() {
+    let net = context(ApiVersion::V12);
+    if std::env::var_os(ON.0).is_some() {
+        rma(16).init(COMM).expect("init");
+    }
+    let devices = 0..net.devices().expect("devices");
+    let described: Vec<_> = devices.map(|dev| net.properties(dev).expect("getProperties")).collect();
+    child::send(&child::mailbox(), "devices", format!("{described:?}").as_bytes());
+}
+
+#[test]
+fn the_topology_is_the_same_with_and_without_them() {
+    const NAME: &str = "rma::the_topology_is_the_same_with_and_without_them";
+    if child::role().as_deref() == Some("describes") {
+        return describes_devices();
+    }
+    let _watchdog = watchdog(60);
+    let described = [None, Some(ON.1)].map(|value| {
+        let mail = Mailbox::new();
+        let mut command = child::command(NAME, "describes");
+        command.env(child::MAILBOX, mail.path()).env_remove(ON.0).envs(value.map(|value| (ON.0, value)));
+        let mut describing = Guarded::start(command);
+        let devices = child::receive(mail.path(), "devices");
+        assert!(describing.passed_within(PATIENCE));
+        String::from_utf8(devices).expect("text")
+    });
+    assert_eq!(described[0], described[1]);
+    assert!(described[0].contains("pci_path"), "{}", described[0]);
+}
+
+/// 32 times the receives of a group, in four contexts, and 1 GiB at a time.
+#[test]
+fn as_much_is_outstanding_as_nccl_allows() {
+    child::alone("rma::as_much_is_outstanding_as_nccl_allows", &[ON], || {
+        let _watchdog = watchdog(200);
+        const REQUESTS: usize = 256;
+        const GIB: usize = 1 << 30;
+        let ranks = connected(14, 2);
+        assert_eq!(32 * ranks[0].net.properties(0).expect("getProperties").max_recvs, REQUESTS as i32);
+        let contexts: Vec<Object> =
+            (0..4).map(|_| ranks[0].rma.create_context(ranks[0].group).expect("createContext")).collect();
+        let (source, target) = (Window::host(GIB), Window::host(GIB));
+        for at in (0..GIB).step_by(4096) {
+            // SAFETY: inside the memory and aligned to 8 bytes; no transfer uses it yet.
+            unsafe { source.seen(at).cast::<usize>().write(at + 1) };
+        }
+        let [[from, _], [_, to]] = [0, 1].map(|rank: usize| [&source, &target].map(|it| ranks[rank].register(it)));
+        let mut open = Vec::new();
+        for number in 0..REQUESTS {
+            for (index, &context) in contexts.iter().enumerate() {
+                let offset = (number * contexts.len() + index) * 4096;
+                open.push(ranks[0].rma.put(context, (at(from, offset), 8, at(to, offset)), 1, None).expect("iput"));
+            }
+        }
+        open.into_iter().for_each(|put| ranks[0].wait(put).expect("it ends"));
+        assert!(holds_numbers(&target, REQUESTS * contexts.len()));
+        target.clear(0..GIB);
+        ranks[0].wait(ranks[0].put((at(from, 0), GIB, at(to, 0)), 1, None)).expect("it ends");
+        assert!(holds_numbers(&target, GIB / 4096));
+        contexts.into_iter().for_each(|context| ranks[0].rma.destroy_context(context).expect("destroyContext"));
+        ranks.into_iter().for_each(Rank::close);
+    });
+}
+
+fn holds_numbers(window: &Window, count: usize) -> bool {
+    (0..count).all(|page| holds(window, page * 4096, &(page * 4096 + 1).to_ne_bytes()))
 }
 
 #[test]

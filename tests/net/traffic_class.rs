@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 
 use crate::support::netns::{self, Namespace};
+use crate::support::one_sided::{COMM, ON, listening_in};
 use crate::support::{child, net, pattern, watchdog};
 use towline::host::{ApiVersion, Init, Pair};
 
@@ -59,6 +60,22 @@ fn the_traffic_class_of_v10_is_that_of_the_senders_sockets() {
 fn the_traffic_class_of_v12_is_that_of_all_sockets() {
     let name = "traffic_class::the_traffic_class_of_v12_is_that_of_all_sockets";
     child::alone(name, &[("TOWLINE_STREAMS", "3")], || carries(ApiVersion::V12, 0xB8, 0xB8, 0xB8));
+}
+
+#[test]
+fn the_traffic_class_is_that_of_one_sided_operations_too() {
+    child::alone("traffic_class::the_traffic_class_is_that_of_one_sided_operations_too", &[ON], || {
+        let _watchdog = watchdog(30);
+        let init = Init { comm_id: COMM, traffic_class: 0x48, ..Init::default() };
+        let all = [0, 1].map(|_| listening_in(net(ApiVersion::V12).init_with(&init).expect("init"), 16));
+        let handles = [all[0].handle, all[1].handle];
+        let [first, second] = all;
+        let other = std::thread::spawn(move || second.connect(&handles, 1).expect("connect"));
+        let ranks = [first.connect(&handles, 0).expect("connect"), other.join().expect("a rank")];
+        let found = classes();
+        assert!(found.len() >= 4 && found.iter().all(|class| *class == 0x48), "{found:?}");
+        drop(ranks);
+    });
 }
 
 #[test]

@@ -39,7 +39,12 @@ pub struct Listening {
 }
 
 pub fn listening(version: u32) -> Listening {
-    let (net, rma) = (context(ApiVersion::V12), rma(version));
+    listening_in(context(ApiVersion::V12), version)
+}
+
+/// `net`: the communicator's network.
+pub fn listening_in(net: Context, version: u32) -> Listening {
+    let rma = rma(version);
     let ctx = rma.init(COMM).expect("init");
     let (listener, handle) = rma.listen(ctx, 0).expect("listen");
     Listening { rma, net, ctx, listener, handle }
