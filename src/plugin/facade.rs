@@ -81,6 +81,11 @@ pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<Option<u8>, &'s
     process().offers_one_sided(comm)
 }
 
+/// One-sided operations were declined to a communicator.
+pub(crate) fn one_sided_declined() {
+    process().one_sided_declined.store(true, Ordering::Relaxed);
+}
+
 /// How long connecting may take.
 ///
 /// # Errors

@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::backend::Backends;
@@ -38,6 +38,8 @@ pub(crate) struct Process {
     pub backends: Backends,
     net: OnceLock<Arc<Net>>,
     default_context: AtomicUsize,
+    /// One-sided operations were declined to a communicator, and NCCL asks for them no more.
+    pub(crate) one_sided_declined: AtomicBool,
     initialising: Mutex<()>,
 }
 
@@ -93,6 +95,7 @@ impl Process {
             backends: Backends::default(),
             net: OnceLock::new(),
             default_context: AtomicUsize::new(0),
+            one_sided_declined: AtomicBool::new(false),
             initialising: Mutex::new(()),
         }
     }
@@ -184,6 +187,12 @@ impl Process {
                 on_or_off(net.config.recovery),
                 on_or_off(net.config.checksum),
                 on_or_off(net.key.is_some()),
+            );
+        }
+        if args.host == Host::Nccl && net.config.rma && self.one_sided_declined.swap(false, Ordering::Relaxed) {
+            tracing::warn!(
+                "one-sided operations are off in this process: NCCL first asked for those of a communicator that does not use \
+                 Towline, and asks no more; make one that does first"
             );
         }
         let listener = listener::new(args.profiler, args.api, net.config.net_events);

@@ -36,7 +36,10 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     let begun = &state().begun;
     let traffic_class = match facade::offers_one_sided(comm) {
         Ok(class) => class,
-        Err(why) if begun.load(Ordering::Acquire) == 0 => return Ok(Err(why)),
+        Err(why) if begun.load(Ordering::Acquire) == 0 => {
+            facade::one_sided_declined();
+            return Ok(Err(why));
+        }
         Err(why) => {
             tracing::warn!(
                 "one-sided operations of a communicator go over Towline although {why}: NCCL would take them from all \

@@ -62,8 +62,10 @@ fn nothing_is_offered_to_a_communicator_of_another_network() {
     child::alone("rma::nothing_is_offered_to_a_communicator_of_another_network", &[ON, ("NCCL_DEBUG", "INFO")], || {
         // No network's `init` has been called: nobody has given a logger.
         declines("");
+        let log = Capture::start();
         let net = context(ApiVersion::V12);
-        let (rma, log) = (rma(16), Capture::start());
+        assert!(log.contains("one-sided operations are off in this process"), "{:?}", log.records());
+        let rma = rma(16);
         assert_eq!(rma.init(COMM + 1).err(), Some(Code::InvalidUsage));
         assert!(log.contains("this communicator does not use Towline"), "{:?}", log.records());
         let ctx = rma.init(COMM).expect("init");
