@@ -1,7 +1,7 @@
 //! The counters of a connection: cheap enough to stay on.
 //!
-//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; no
-//! decision of the transport depends on them.
+//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; of the
+//! transport's decisions only `tcp::standstill` depends on them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 //! The frames sent over the control channel, for the case that its socket must be replaced.
 //!
-//! A socket that falls silent loses what was under under_way. Both sides count the frames that they have received, report the
+//! A socket that falls silent loses what was under way. Both sides count the frames that they have received, report the
 //! count over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and resend the rest. Frames that are
 //! repeated anyway ([`Type::Query`](crate::session::frame::Type::Query)) do not count.
 //!
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 
 use crate::os::error::{Error, Result};
 
-/// Frames that are kept. No more are under under_way unless a connection loses queue pairs a hundred times while its control
+/// Frames that are kept. No more are under way unless a connection loses queue pairs a hundred times while its control
 /// channel is silent.
 const MOST: usize = 512;
 

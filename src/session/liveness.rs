@@ -265,7 +265,8 @@ const TCP_RTO_MAX_MS: libc::c_int = 44;
 const TCP_RTO_MIN_US: libc::c_int = 45;
 
 /// How soon the kernel repeats a lone packet that was lost, at the earliest, where it can: otherwise after 200 ms, while all
-/// ranks wait. Ten times what two busy hosts take to answer, so that few packets are repeated in vain.
+/// ranks wait. Ten times what two busy hosts take to answer, so that few packets are repeated in vain. An older kernel at the
+/// other end may delay an acknowledgement for 40 ms; then the repetition is a probe that it answers at once.
 const REPEAT_AFTER_US: libc::c_int = 20_000;
 
 /// Makes the kernel repeat what was lost soon.

@@ -62,6 +62,11 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What the messages in flight wait for, for logs.
     fn describe(state: &Self::State) -> String;
 
+    /// Whether bytes are on their way for no request, as those of a send that was done when it was copied.
+    fn is_under_way(_state: &Self::State) -> bool {
+        false
+    }
+
     /// Whether an outstanding request needs some of this memory.
     fn needs(state: &Self::State, memory: Span) -> bool;
 

@@ -368,6 +368,11 @@ impl SendCore {
         Arc::clone(&self.streams[index].written)
     }
 
+    /// Whether a chunk is not acknowledged.
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.streams.iter().any(|stream| !stream.flights.is_empty())
+    }
+
     /// Whether stream `index` is connected.
     pub(crate) fn is_live(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| stream.live)

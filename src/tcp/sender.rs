@@ -246,6 +246,10 @@ impl Direction for Sending {
         state.core.describe()
     }
 
+    fn is_under_way(state: &State) -> bool {
+        state.core.is_under_way()
+    }
+
     fn needs(state: &State, memory: Span) -> bool {
         // What was copied is sent from the copy, and the buffer of an ended request is not read.
         let reads = |payload: &Payload| {

@@ -65,7 +65,10 @@ impl<D: Direction> Connection<D> {
     /// Makes the kernel send what is pending, where nothing has moved for a few milliseconds ([`standstill`](super::standstill)).
     pub(super) fn push_if_stuck(&self) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        if self.standstill.is_due(count(&self.counters.chunks) + count(&self.counters.messages), Instant::now()) {
+        let moved = count(&self.counters.chunks) + count(&self.counters.messages);
+        // Short messages are done when they are copied.
+        let under_way = self.requests.outstanding() > 0 || D::is_under_way(&self.state());
+        if self.standstill.is_due(under_way, moved, Instant::now()) {
             for stream in &self.streams {
                 stream.peek(|io| io.sock().set_tcp_nodelay(true));
             }

@@ -19,6 +19,8 @@ use crate::engine::poller::Progress;
 const SOON: Duration = Duration::from_millis(1);
 /// The interval doubles with each further poll, up to `SOON` times two to this power: 128 ms.
 const RARELY: u32 = 7;
+/// After so many polls, 31 ms after something has happened, the next one is 32 ms away or more.
+const FAR_AWAY: u32 = 6;
 
 /// Whether the control thread polls a stream, and how often.
 #[derive(Debug, Default)]
@@ -31,9 +33,15 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// A request is outstanding. Returns whether the control thread must be notified.
+    /// A request is outstanding. Returns whether the control thread must be notified: it does not poll, or its next poll is
+    /// far away.
     #[inline]
     pub(crate) fn wanted(&self) -> bool {
+        if self.idle_polls.load(Ordering::Relaxed) >= FAR_AWAY {
+            self.idle_polls.store(0, Ordering::Relaxed);
+            self.attending.store(true, Ordering::SeqCst);
+            return true;
+        }
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
