@@ -30,10 +30,16 @@ class Verdicts(unittest.TestCase):
         self.assertIn("0 times", flagcx.not_shown("Socket", 2 * LIFE))
 
     def test_what_is_slower_is_named(self):
-        sockets = {"sendrecv 4096": 1.0, "alltoall 4096": 2.0}
-        self.assertEqual(list(flagcx.slower({"Towline": {"sendrecv 4096": 1.0, "alltoall 4096": 0.9}, "Socket": sockets})), [])
-        named = list(flagcx.slower({"Towline": {"sendrecv 4096": 1.1, "alltoall 4096": 0.9}, "Socket": sockets}))
-        self.assertEqual(named, ["sendrecv 4096 bytes takes 1.10 of the time of FlagCX's Socket adaptor"])
+        sockets = {"sendrecv 4096": 1.0, "alltoall 1048576": 2.0}
+        self.assertEqual(list(flagcx.slower({"Towline": {"sendrecv 4096": 1.2, "alltoall 1048576": 2.0}, "Socket": sockets})), [])
+        named = list(flagcx.slower({"Towline": {"sendrecv 4096": 1.3, "alltoall 1048576": 2.2}, "Socket": sockets}))
+        self.assertEqual(
+            named,
+            [
+                "sendrecv 4096 bytes takes 1.30 of the time of FlagCX's Socket adaptor",
+                "alltoall 1048576 bytes takes 1.10 of the time of FlagCX's Socket adaptor",
+            ],
+        )
 
 
 if __name__ == "__main__":

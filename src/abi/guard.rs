@@ -61,7 +61,12 @@ fn tell_where_nobody_reads(call: &'static str, error: &Error) {
     if !is_new || log::once_per((call, error.what(), error.peer())).is_none() {
         return;
     }
-    let end = if stands_still { "; FlagCX does not notice and waits for ever: end the job" } else { "" };
+    let end = match call {
+        // A peer that was only late is still let in.
+        "accept" => "; FlagCX goes on waiting for it: if that rank has ended, end the job",
+        _ if stands_still => "; FlagCX does not notice and waits for ever: end the job",
+        _ => "",
+    };
     let line = format!("{call}: {error}{end}");
     log::also_to_stderr(&line);
     tracing::warn!("{line}");

@@ -1,7 +1,6 @@
 //! Communicators: what NCCL calls listenComm, sendComm and recvComm, over either backend.
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::backend::{Connected, Listening, Receiving, Sending};
@@ -17,10 +16,17 @@ pub(crate) struct ListenComm {
     pub profiler: Option<Arc<dyn events::Listener>>,
     /// The list of these connections.
     pub open: Arc<Open>,
-    /// Since when a host that asks for ever waits for a peer (`facade::accept_or_report`).
-    pub awaited: OnceLock<Instant>,
+    /// Of a host that asks for ever (`facade::accept_or_report`).
+    pub wait: Mutex<AcceptWait>,
+}
+
+/// How long a host has asked for the next peer.
+#[derive(Default)]
+pub(crate) struct AcceptWait {
+    /// Its first call.
+    pub since: Option<Instant>,
     /// Whether it has had an error for that.
-    pub reported: AtomicBool,
+    pub reported: bool,
 }
 
 /// What a communicator's handle names.

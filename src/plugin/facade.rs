@@ -8,13 +8,13 @@
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) use super::backend::Part;
 use super::backend::Region;
-use super::comm::{Comm, ListenComm};
+use super::comm::{AcceptWait, Comm, ListenComm};
 use super::context::InitArgs;
 use super::devices::DeviceProperties;
 use super::handle::{self, ConnectionHandle, ShortHandle};
@@ -175,8 +175,7 @@ fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionH
     let addresses = handle::what_works_first(addresses, room, is_down);
     let handle = ConnectionHandle { secret: listening.secret().clone(), addresses, is_rdma: binding.is_rdma(), key: 0 };
     let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-    let (awaited, reported) = (OnceLock::new(), AtomicBool::new(false));
-    let listen = ListenComm { listening, profiler, open, awaited, reported };
+    let listen = ListenComm { listening, profiler, open, wait: Mutex::default() };
     let comm = process.comms.insert(Arc::new(Comm::Listen(listen)))?.encode();
     context.open.add(comm);
     Ok((handle, comm))
@@ -271,17 +270,19 @@ pub(crate) fn accept(listen: usize) -> Result<Option<usize>> {
 /// As [`accept`], for a host that asks for ever.
 ///
 /// # Errors
-/// As [`accept`]; and once for each listener, when no peer has come within TOWLINE_CONNECT_TIMEOUT of the first call. A peer
+/// As [`accept`]; and once for each peer, when none has come within TOWLINE_CONNECT_TIMEOUT of the first call for it. A peer
 /// that comes later is accepted.
 pub(crate) fn accept_or_report(listen: usize) -> Result<Option<usize>> {
-    if let Some(conn) = accept(listen)? {
-        return Ok(Some(conn));
-    }
+    let accepted = accept(listen)?;
     let comm = process().comms.get(listen)?;
-    let listen = comm.listening()?;
+    let mut wait = comm.listening()?.wait.lock().unwrap_or_else(PoisonError::into_inner);
+    if accepted.is_some() {
+        *wait = AcceptWait::default();
+        return Ok(accepted);
+    }
     let patience = connect_timeout()?;
-    let is_late = listen.awaited.get_or_init(Instant::now).elapsed() >= patience;
-    if is_late && !listen.reported.swap(true, Ordering::Relaxed) {
+    let is_late = wait.since.get_or_insert_with(Instant::now).elapsed() >= patience;
+    if is_late && !std::mem::replace(&mut wait.reported, true) {
         return Err(nobody_came(patience));
     }
     Ok(None)

@@ -14,6 +14,7 @@ that NCCL: earlier ones have no `-D 3`, and one built against an NCCL without a 
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,10 +82,14 @@ def run(life, implementation, given, folder):
     command += ["-n", "5", "-w", "1", "-c", "1", "-R", "2", "-D", str(implementation)]
     path = os.path.join(folder, "output.txt")
     with open(path, "w", encoding="utf-8") as output:
+        job = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=given.limit, check=False).returncode
+            code = job.wait(given.limit)
         except subprocess.TimeoutExpired:
             code = f"none within {given.limit:.0f} s"
+            # The ranks too, or they keep the GPUs.
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
     text, why = read(path), None
     for rank in range(RANKS):
         why = why or not_shown(life, read(os.path.join(folder, f"nccl-rank{rank}.log")), 1)
