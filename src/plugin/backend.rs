@@ -235,10 +235,6 @@ pub trait Sending: Connected {
     /// The part's memory must be readable until the request has ended, its registration has ended or the connection is
     /// closed, and its profiler handle valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
-
-    /// Whether the other end has been closed, or the connection has failed: a caller that sends nothing learns of it here
-    /// only.
-    fn is_left(&self) -> bool;
 }
 
 /// A connection's receiving end.

@@ -374,17 +374,6 @@ pub(crate) fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     })
 }
 
-/// Whether the other end of a sending communicator has been closed, or the connection has failed.
-///
-/// # Errors
-/// When there is no such connection.
-pub(crate) fn is_left(comm: usize) -> Result<bool> {
-    process().comms.with(comm, |owner| match owner {
-        Comm::Send(conn) => Ok(conn.is_left()),
-        _ => Err(owner.is_not("sending")),
-    })
-}
-
 /// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now". A connection that has failed accepts it, as [`isend`]
 /// does.
 ///

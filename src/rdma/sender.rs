@@ -300,11 +300,6 @@ impl RdmaSend {
         Ok(conn)
     }
 
-    /// Whether the receiver has said goodbye, or the connection has failed.
-    pub(crate) fn is_left(&self) -> bool {
-        self.base.health.is_peer_done() || self.base.health.is_failed()
-    }
-
     /// Starts a send; `memory` comes with NCCL's handle of it. `None`: not now, all request slots are taken.
     ///
     /// # Errors

@@ -18,12 +18,6 @@ pub(crate) trait SendEnd: Send {
     /// # Errors
     /// When the connection has failed.
     fn is_sent(&mut self, request: usize) -> Result<bool>;
-
-    /// Whether the other end has been closed, or the connection has failed.
-    ///
-    /// # Errors
-    /// When this end has been.
-    fn is_left(&mut self) -> Result<bool>;
 }
 
 /// The end that receives. It is closed when it is dropped.
@@ -52,10 +46,6 @@ impl SendEnd for NetSend {
 
     fn is_sent(&mut self, request: usize) -> Result<bool> {
         Ok(facade::test(request)?.is_some())
-    }
-
-    fn is_left(&mut self) -> Result<bool> {
-        facade::is_left(self.0)
     }
 }
 

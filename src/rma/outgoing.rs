@@ -84,14 +84,6 @@ impl Outgoing {
         self.waiting.is_empty() && self.begun.is_empty() && self.under_way.is_empty()
     }
 
-    /// Whether the other rank has closed its end, or the connection has failed.
-    ///
-    /// # Errors
-    /// When this rank has.
-    pub(crate) fn is_left(&mut self) -> Result<bool> {
-        self.end.is_left()
-    }
-
     /// Whether a message reads from this registration.
     pub(crate) fn uses(&self, region: u32) -> bool {
         let moving = self.under_way.iter().map(|(_, moving)| moving).chain(&self.begun);

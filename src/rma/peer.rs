@@ -212,11 +212,6 @@ impl Peer {
             return Ok(true);
         }
         let sent = match sent {
-            // A rank that gives this one up may have nothing under way that fails, and a receive waits for ever.
-            Ok(false) if !arrived && self.unsent.is_none() && self.outgoing.is_left()? => Err(has_given_up()),
-            sent => sent,
-        };
-        let sent = match sent {
             // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way. It
             // does not matter to a rank that has said its own.
             Err(error) if error.cause() == Cause::Remote && !self.has_said_goodbye => {
@@ -446,10 +441,6 @@ impl Peer {
 /// What becomes of operations on a rank that has said goodbye.
 pub(crate) fn has_closed() -> Error {
     Error::remote("it has closed its side")
-}
-
-fn has_given_up() -> Error {
-    Error::remote("it has ended its connections without a goodbye").with_hint("its log says why")
 }
 
 fn refusal(rank: u32) -> Error {

@@ -83,10 +83,6 @@ impl SendEnd for End {
     fn is_sent(&mut self, request: usize) -> Result<bool> {
         Ok(self.ask(request, |link| link.is_sent(request).then_some(()))?.is_some())
     }
-
-    fn is_left(&mut self) -> Result<bool> {
-        Ok(with(self.connection, |it| it.is_over))
-    }
 }
 
 impl RecvEnd for End {

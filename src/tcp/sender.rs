@@ -422,11 +422,6 @@ impl SendConn {
         was_live
     }
 
-    /// Whether the receiver has said goodbye, or the connection has failed.
-    pub(crate) fn is_left(&self) -> bool {
-        self.health.is_peer_done() || self.health.is_failed()
-    }
-
     /// Starts a send. `None`: not now, all request slots are taken.
     ///
     /// # Errors

@@ -369,8 +369,9 @@ fn groups_close_in_any_order() {
             last.close();
             assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
             // A request that is live is given up. What ends without a goodbye is missed, and its listener is gone.
+            let given_up = ["closed the connection with transfers in flight", "before this transfer was complete"];
             let is_expected = |text: &str| {
-                (round % 2 == 1 || round > 2) && text.contains("closed the connection with transfers in flight")
+                (round % 2 == 1 || round > 2) && given_up.iter().any(|it| text.contains(it))
                     || round > 2
                         && ["one-sided operations with rank ", "closeListen"].iter().any(|it| text.contains(it))
             };

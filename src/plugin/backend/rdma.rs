@@ -211,10 +211,6 @@ impl Sending for RdmaSend {
         // SAFETY: the caller keeps the same promise.
         unsafe { send_the_long_way(self, part, registered) }
     }
-
-    fn is_left(&self) -> bool {
-        self.is_left()
-    }
 }
 
 /// # Safety

@@ -105,10 +105,6 @@ impl Sending for SendConn {
         // SAFETY: the caller keeps the same promise.
         unsafe { self.isend(part.data, part.size, part.tag, part.profiler) }
     }
-
-    fn is_left(&self) -> bool {
-        self.is_left()
-    }
 }
 
 impl Receiving for RecvConn {

@@ -29,10 +29,6 @@ impl SendEnd for Fake {
     fn is_sent(&mut self, _request: usize) -> Result<bool> {
         Ok(self.takes.load(Ordering::Relaxed))
     }
-
-    fn is_left(&mut self) -> Result<bool> {
-        Ok(false)
-    }
 }
 
 impl RecvEnd for Fake {
