@@ -62,6 +62,7 @@ pub(super) unsafe extern "C" fn init<const API: u8>(logger: ncclDebugLogger_t) -
             host: Host::Nccl,
             api: API,
             comm_id: None,
+            one_sided: false,
             traffic_class: None,
             logger,
             profiler: None,

@@ -34,6 +34,8 @@ pub(crate) struct InitArgs {
     pub api: u8,
     /// The communicator's id (v11 and later).
     pub comm_id: Option<u64>,
+    /// It is NCCL's one-sided interface: the communicator's other traffic may be another network's.
+    pub one_sided: bool,
     /// The communicator's traffic class, the whole byte (v11 and later; v10 gives it to `connect`).
     pub traffic_class: Option<u8>,
     /// NCCL's log.
@@ -43,6 +45,13 @@ pub(crate) struct InitArgs {
 }
 
 impl InitArgs {
+    /// For a communicator of a test.
+    #[cfg(test)]
+    pub(crate) fn of_test(comm: u64) -> Self {
+        let (traffic_class, logger, profiler) = Default::default();
+        Self { host: Host::Nccl, api: 12, comm_id: Some(comm), one_sided: false, traffic_class, logger, profiler }
+    }
+
     /// The interface's name for messages.
     pub(crate) fn interface(&self) -> String {
         match self.host {
@@ -83,7 +92,9 @@ impl Left {
 /// What one `init` started.
 pub(crate) struct Context {
     /// NCCL's id of the communicator; 0 before v11.
-    pub comm_id: u64,
+    comm_id: u64,
+    /// For one-sided operations alone.
+    one_sided: bool,
     /// The communicator's traffic class, if it has one.
     pub traffic_class: Option<u8>,
     /// NCCL's profiler, if transfers are to be reported to it.
@@ -97,10 +108,11 @@ pub(crate) struct Context {
 
 impl Context {
     /// A context in which nothing has happened yet.
-    pub(crate) fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
+    pub(crate) fn new(args: &InitArgs, listener: Option<Arc<dyn Listener>>) -> Self {
         Self {
-            comm_id,
-            traffic_class,
+            comm_id: args.comm_id.unwrap_or(0),
+            one_sided: args.one_sided,
+            traffic_class: args.traffic_class,
             listener,
             open: Arc::default(),
             refusal: None,
@@ -109,8 +121,13 @@ impl Context {
     }
 
     /// A context that fails every `listen` and `connect` with this error.
-    pub(crate) fn refusing(comm_id: u64, error: Error) -> Self {
-        Self { refusal: Some(error), ..Self::new(comm_id, None, None) }
+    pub(crate) fn refusing(args: &InitArgs, error: Error) -> Self {
+        Self { refusal: Some(error), ..Self::new(args, None) }
+    }
+
+    /// Whether Towline carries the collectives of the communicator with this id, or of any where the interface passes none.
+    pub(crate) fn carries(&self, comm: Option<u64>) -> bool {
+        !self.one_sided && self.refusal.is_none() && comm.is_none_or(|id| id == self.comm_id)
     }
 
     /// Why this context makes no connection, if it makes none.
@@ -193,7 +210,7 @@ mod tests {
         let secret = Secret::from_bytes([7; 16]);
         let attempt =
             || TcpAttempt::start(&net, target(&deaf, &secret)).map(|attempt| attempt as Arc<dyn backend::Attempt>);
-        let context = Context::new(0, None, None);
+        let context = Context::new(&InitArgs::of_test(0), None);
         let start = Instant::now();
         let dial =
             |after: Duration, key: u32| context.dial(start + after, key, &secret, attempt).expect("it is started");
@@ -214,7 +231,7 @@ mod tests {
     fn an_attempt_is_not_taken_for_one_to_another_listener() {
         let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
         let (one, other) = (Secret::from_bytes([7; 16]), Secret::from_bytes([8; 16]));
-        let context = Context::new(0, None, None);
+        let context = Context::new(&InitArgs::of_test(0), None);
         let now = Instant::now();
         let dial = |key: u32, secret: &Secret| {
             let attempt =

@@ -144,7 +144,7 @@ impl Process {
             let plans = found.ok().and_then(Result::ok).map(|found| found.plans);
             self.devices.load(plans.unwrap_or_else(|| vec![Plan::stand_in()]));
         }
-        self.keep(args, Context::refusing(args.comm_id.unwrap_or(0), error))
+        self.keep(args, Context::refusing(args, error))
     }
 
     fn start(&self, args: &InitArgs, config: &Config, complaints: &[Complaint]) -> Result<usize> {
@@ -196,7 +196,7 @@ impl Process {
             );
         }
         let listener = listener::new(args.profiler, args.api, net.config.net_events);
-        process.keep(args, Context::new(args.comm_id.unwrap_or(0), args.traffic_class, listener))
+        process.keep(args, Context::new(args, listener))
     }
 
     fn keep(&self, args: &InitArgs, context: Context) -> Result<usize> {
@@ -292,9 +292,9 @@ impl Process {
         })
     }
 
-    /// Whether there is a context for the communicator with this id, or any context if no id is passed.
+    /// Whether a context carries the communicator with this id, or any if no id is passed.
     fn carries(&self, comm: Option<u64>) -> bool {
-        self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id))
+        self.contexts.any(|context| context.carries(comm))
     }
 
     /// The traffic class of the communicator with this id, whose one-sided operations can use Towline. NCCL calls the network's
@@ -309,7 +309,7 @@ impl Process {
         }
         let class = Cell::new(None);
         let is_it = |context: &Context| {
-            let is_it = context.refusal().is_none() && context.comm_id == comm;
+            let is_it = context.carries(Some(comm));
             if is_it {
                 class.set(context.traffic_class);
             }
@@ -346,13 +346,23 @@ mod tests {
     #[test]
     fn a_panic_in_init_refuses_connections_where_encryption_is_asked_for() {
         let process = Process::new(0);
-        let host = Host::Nccl;
-        let args = InitArgs { host, api: 12, comm_id: Some(7), traffic_class: None, logger: None, profiler: None };
+        let args = InitArgs::of_test(7);
         let config = Config::from_pairs([("TOWLINE_KEY_FILE", "/nowhere")]).0;
         let context = process.start_or_refuse(&args, &config, || panic!("slot {} is taken", 7)).expect("init succeeds");
         let error = process.context(Some(context)).err().expect("no connection is made");
         assert_eq!(error.cause(), Cause::Internal);
         assert!(error.to_string().contains("a defect of Towline: slot 7 is taken"), "{error}");
         assert!(process.devices.count() > 0, "NCCL stays with a plugin that has devices");
+    }
+
+    /// Its collectives may be another network's, and advice would be wrong there.
+    #[test]
+    fn a_context_for_one_sided_operations_alone_carries_no_communicator() {
+        let process = Process::new(0);
+        let keep = |args: &InitArgs| process.keep(args, Context::new(args, None)).expect("a context");
+        keep(&InitArgs { one_sided: true, ..InitArgs::of_test(8) });
+        assert!(!process.carries(Some(8)) && !process.carries(None));
+        keep(&InitArgs::of_test(8));
+        assert!(process.carries(Some(8)) && process.carries(None) && !process.carries(Some(7)));
     }
 }

@@ -4,11 +4,10 @@
 //! group, and are below 2^63, which NCCL asks of registrations.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
-pub(crate) use super::loud::say_once;
+pub(crate) use super::loud::say_rarely;
 use super::peer::Place;
 use super::setup;
 use super::state::{Object, state};
@@ -27,22 +26,23 @@ pub(crate) struct At {
     pub offset: u64,
 }
 
-/// Begins, or says why not. NCCL (2.30.7, `plugin/rma.cc`) takes a library that declines from all communicators of the process,
+/// Begins, or says why not. NCCL (2.30.7, `plugin/rma.cc`) disables a library that declines for all communicators of the process,
 /// and does not even end what they have begun; so once one has begun, none is declined.
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
 pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
-    let begun = &state().begun;
+    // Over both: else the last one ends while another sees it, or two see none.
+    let mut begun = state().begun();
     let traffic_class = match facade::offers_one_sided(comm) {
         Ok(class) => class,
-        Err(why) if begun.load(Ordering::Acquire) == 0 => {
+        Err(why) if *begun == 0 => {
             facade::one_sided_declined();
             return Ok(Err(why));
         }
         Err(why) => {
             tracing::warn!(
-                "one-sided operations of a communicator go over Towline although {why}: NCCL would take them from all \
+                "one-sided operations of a communicator go over Towline although {why}: NCCL would disable them for all \
                  communicators of this process"
             );
             None
@@ -50,9 +50,9 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     };
     // A context of its own: NCCL may end the network's before it closes its groups. The traffic class is the network's, since
     // NCCL names none before the connections are made.
-    let args = InitArgs { host: Host::Nccl, api: 12, comm_id: Some(comm), traffic_class, logger, profiler: None };
-    let ctx = facade::init(args)?;
-    begun.fetch_add(1, Ordering::AcqRel);
+    let (host, api, comm_id) = (Host::Nccl, 12, Some(comm));
+    let ctx = facade::init(InitArgs { host, api, comm_id, one_sided: true, traffic_class, logger, profiler: None })?;
+    *begun += 1;
     Ok(Ok(ctx))
 }
 
@@ -62,7 +62,7 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
 /// When it did not.
 pub(crate) fn finalize(ctx: usize) -> Result<()> {
     facade::finalize(ctx)?;
-    state().begun.fetch_sub(1, Ordering::AcqRel);
+    *state().begun() -= 1;
     Ok(())
 }
 

@@ -4,8 +4,8 @@
 //! ids name nothing.
 
 use std::ptr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::group::Group;
 use super::turns::Turns;
@@ -38,7 +38,14 @@ pub(crate) struct State {
     /// At signals in a GPU's memory.
     pub turns: Arc<Turns>,
     /// How many communicators have begun and not ended.
-    pub begun: AtomicUsize,
+    begun: Mutex<usize>,
+}
+
+impl State {
+    /// How many communicators have begun and not ended. No other begins or ends meanwhile.
+    pub(crate) fn begun(&self) -> MutexGuard<'_, usize> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
@@ -59,13 +66,8 @@ pub(crate) fn state() -> &'static State {
 #[inline(never)]
 fn make(current: *mut State, generation: u32) -> &'static State {
     let (objects, contexts) = (Table::new(Kind::Comm), Table::new(Kind::Context));
-    let fresh = Box::into_raw(Box::new(State {
-        generation,
-        objects,
-        contexts,
-        turns: Arc::default(),
-        begun: AtomicUsize::new(0),
-    }));
+    let fresh =
+        Box::into_raw(Box::new(State { generation, objects, contexts, turns: Arc::default(), begun: Mutex::new(0) }));
     match STATE.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it belongs to the static now, which never frees it.
         Ok(_) => unsafe { &*fresh },
