@@ -99,7 +99,7 @@ pub(crate) fn connect_timeout() -> Result<Duration> {
 ///
 /// # Errors
 /// When `init` has not been called.
-pub(crate) fn recovery_limit() -> Result<std::time::Duration> {
+pub(crate) fn recovery_limit() -> Result<Duration> {
     let config = &process().net()?.config;
     Ok(config.peer_timeout.max(config.reconnect_timeout))
 }

@@ -11,6 +11,13 @@ pub(crate) fn say_once(error: &Error) {
     }
 }
 
+/// As [`say_once`], where each call may make an error of its own: the same text comes once in a few seconds.
+pub(crate) fn say_rarely(error: &Error) {
+    if log::once_per((error.what(), error.peer())).is_some() {
+        say_once(error);
+    }
+}
+
 /// Says that bytes are lost, where no request fails.
 pub(crate) fn say(line: &str) {
     log::also_to_stderr(line);

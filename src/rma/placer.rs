@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::gpu::Mark;
 use super::group::{Command, Shared};
 use super::landings::Landings;
-use super::loud::{say, say_once};
+use super::loud::{say, say_once, say_rarely};
 use super::peer::{Own, Peer, Place, has_closed};
 use super::signals::Signals;
 use super::turns::Turns;
@@ -65,9 +65,8 @@ impl Memory {
 pub(crate) struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
-    /// Ranks to which a put has been dropped here, each with the failure of all later ones: else a signal of theirs would
-    /// promise what was dropped.
-    muted: Vec<(u32, Error)>,
+    /// Ranks to which a put has been dropped here. Later ones are dropped, too: their signals would promise what was dropped.
+    muted: Vec<u32>,
     /// Operations whose target is the own rank.
     own: Landings,
     signals: Signals,
@@ -167,8 +166,8 @@ impl Placer {
                     Err(_) if registry.has_ended(from.region) => return self.drop_put(request, rank),
                     Err(error) => return refuse(&self.shared, request, &error),
                 };
-                if let Some((_, why)) = self.muted.iter().find(|(to, _)| *to == rank) {
-                    return refuse(&self.shared, request, why);
+                if self.muted.contains(&rank) {
+                    return self.drop_put(request, rank);
                 }
                 match &mut self.others[rank as usize] {
                     Other::Alive(peer) => peer.put(request, (from.region, spot), &to, signal),
@@ -217,16 +216,15 @@ impl Placer {
         self.withdrawals.push(Withdrawal { memory, until: Instant::now() + self.patience, copies: None, done });
     }
 
-    /// A put reads from memory whose registration has ended. It is done, for the sake of NCCL's abort: see [`end`].
+    /// A put reads from memory whose registration has ended, or follows one that did. It is done, for the sake of NCCL's abort,
+    /// which ends one window after another: see [`end`].
     fn drop_put(&mut self, request: u64, rank: u32) {
-        if !self.muted.iter().any(|(to, _)| *to == rank) {
+        if !self.muted.contains(&rank) {
             say(&format!(
-                "a put to rank {rank} reads memory whose registration has ended: it goes nowhere, as in an abort, and later puts \
-                 to that rank fail; else end a window after the puts from it"
+                "a put to rank {rank} reads memory whose registration has ended: neither it nor any later put or signal to that \
+                 rank goes anywhere, and none fails, as an abort needs it; else end a window after the puts from it"
             ));
-            let why =
-                format!("a put to rank {rank} follows one that was dropped, as its source's registration had ended");
-            self.muted.push((rank, Error::usage(why).with_hint("end a window after the puts from it")));
+            self.muted.push(rank);
         }
         self.shared.requests.end(request, Ok(()));
     }
@@ -313,7 +311,8 @@ impl Placer {
                         is_used = true;
                     } else {
                         let why = "memory was taken back under a transfer that still used it";
-                        let hint = "is that rank stopped? TOWLINE_PEER_TIMEOUT sets how long it is waited for";
+                        let hint = "is that rank stopped? The larger of TOWLINE_PEER_TIMEOUT and TOWLINE_RECONNECT_TIMEOUT is \
+                                    how long it is waited for";
                         end(other, shared, &Error::usage(why).with_hint(hint), closes.is_some());
                     }
                 }
@@ -353,7 +352,7 @@ fn ended(peer: &Peer, error: &Error) -> Error {
 
 /// Ends a request that cannot begin.
 fn refuse(shared: &Shared, request: u64, error: &Error) {
-    say_once(error);
+    say_rarely(error);
     shared.requests.end(request, Err(error.clone()));
 }
 

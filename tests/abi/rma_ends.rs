@@ -8,28 +8,36 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded};
-use crate::support::one_sided::{NOWHERE, ON, Rank, at, connected, content, holds, listening};
+use crate::support::one_sided::{NOWHERE, ON, PATIENCE, Rank, at, connected, content, holds, listening};
 use crate::support::proxy::Proxy;
-use crate::support::watchdog;
 use crate::support::window::Window;
+use crate::support::{eventually, watchdog};
 use towline::host::log::Capture;
 use towline::host::{Code, Handle, Object, PutSignal, RmaHandle};
+
+/// How long a stall lasts.
+const HELD: Duration = Duration::from_secs(3);
 
 /// Two ranks; what rank 0 sends to rank 1 can be held up.
 struct Stall {
     ranks: [Rank; 2],
     holds: Arc<AtomicBool>,
+    /// Something is held up.
+    caught: Arc<AtomicBool>,
 }
 
 impl Stall {
-    fn new() -> Self {
+    /// What is shorter than `least` bytes passes, unless it is behind something longer.
+    fn of(least: usize) -> Self {
         let all = [0, 1].map(|_| listening(16));
         let direct = [all[0].handle, all[1].handle];
         let (holds, mut proxied) = (Arc::new(AtomicBool::new(false)), Handle::from_bytes(&direct[1]));
-        let held = Arc::clone(&holds);
+        let (held, caught) = (Arc::clone(&holds), Arc::new(AtomicBool::new(false)));
+        let catches = Arc::clone(&caught);
         // It lives in a thread of its own.
-        let _ = Proxy::before(&mut proxied, move |_, _, _| {
-            while held.load(Ordering::Relaxed) {
+        let _ = Proxy::before(&mut proxied, move |_, _, bytes| {
+            while held.load(Ordering::Relaxed) && bytes.len() >= least {
+                catches.store(true, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(1));
             }
         });
@@ -37,7 +45,11 @@ impl Stall {
         let [first, second] = all;
         let other = std::thread::spawn(move || second.connect(&direct, 1).expect("connect"));
         let first = first.connect(&[direct[0], proxied], 0).expect("connect");
-        Self { ranks: [first, other.join().expect("a rank")], holds }
+        Self { ranks: [first, other.join().expect("a rank")], holds, caught }
+    }
+
+    fn has_caught(&self) -> bool {
+        self.caught.load(Ordering::Relaxed)
     }
 
     /// Holds up what is sent from now on for this long.
@@ -58,16 +70,18 @@ fn a_rank_that_closes_in_a_stall_fails_no_put_of_another() {
         &[ON, ("TOWLINE_STREAMS", "1")],
         || {
             let _watchdog = watchdog(60);
-            let stall = Stall::new();
+            let stall = Stall::of(1);
             let window = Window::host(4096);
             let [_, mr] = [0, 1].map(|rank: usize| stall.ranks[rank].register(&window));
             let what = (at(mr, 0), 64, at(mr, 64));
             stall.ranks[1].wait(stall.ranks[1].put(what, 0, None)).expect("nothing is in the way yet");
-            stall.hold(Duration::from_secs(3));
+            let start = Instant::now();
+            stall.hold(HELD);
             let put = stall.ranks[1].put(what, 0, None);
             let [closing, other] = stall.ranks;
             closing.close();
             assert_eq!(other.wait(put), Ok(()));
+            assert!(start.elapsed() >= HELD, "its end came through at once");
             other.close();
         },
     );
@@ -80,21 +94,21 @@ fn a_window_that_ends_in_a_stall_fails_no_get_of_another() {
         &[ON, ("TOWLINE_STREAMS", "1")],
         || {
             let _watchdog = watchdog(60);
-            let (stall, size) = (Stall::new(), 8 << 20);
+            let (stall, size) = (Stall::of(4096), 8 << 20);
             let (source, target) = (Window::host(size), Window::host(size));
             source.fill(&content(1, size));
             let [[from, _], [_, to]] =
                 [0, 1].map(|rank: usize| [&source, &target].map(|it| stall.ranks[rank].register(it)));
             let [first, other] = &stall.ranks;
-            stall.hold(Duration::from_secs(3));
             let start = Instant::now();
+            stall.hold(HELD);
             let get = other.rma.get(other.context, (at(from, 0), size, at(to, 0)), 0).expect("iget");
-            // It has been answered, and the answer is on its way.
-            std::thread::sleep(Duration::from_millis(300));
+            eventually("an answer", PATIENCE, || stall.has_caught().then_some(()));
             first.rma.dereg_mr(first.group, from).expect("deregMrSym");
             let waited = start.elapsed();
             source.fill(&vec![0xEE; size]);
             assert_eq!(other.wait(get), Ok(()), "{waited:?}");
+            assert!(start.elapsed() >= HELD, "the answer came through at once");
             assert!(holds(&target, 0, &content(1, size)), "{waited:?}");
             let [_, mr] = [0, 1].map(|rank: usize| stall.ranks[rank].register(&target));
             assert_eq!(first.wait(first.put((at(mr, 0), 8, at(mr, 8)), 1, None)), Ok(()), "the connection lives");
@@ -139,11 +153,12 @@ fn meets_errors() {
     assert_eq!(rank.rma.put(rank.context, good, 7, None).err(), Some(Code::InvalidArgument));
     let astray = PutSignal { at: at(mr, 64), value: None };
     assert!(rank.wait(rank.put((NOWHERE, 0, NOWHERE), 0, Some(astray))).is_err());
-    assert_eq!(rank.rma.test(rank.group, mr), Err(Code::InvalidArgument));
+    for _ in 0..3 {
+        assert_eq!(rank.rma.test(rank.group, mr), Err(Code::InvalidArgument));
+    }
     rank.rma.dereg_mr(rank.group, ending).expect("deregMrSym");
     assert_eq!(rank.wait(rank.put((at(ending, 0), 8, at(mr, 8)), 1, None)), Ok(()));
-    assert_eq!(rank.wait(rank.put(good, 1, None)), Err(Code::InvalidUsage));
-    assert_eq!(rank.wait(rank.put(good, 1, None)), Err(Code::InvalidUsage));
+    assert_eq!(rank.wait(rank.put(good, 1, None)), Ok(()));
     assert_eq!(ranks[1].wait(ranks[1].put(good, 0, None)), Ok(()));
     ranks.into_iter().for_each(Rank::close);
 }
@@ -168,7 +183,6 @@ fn each_error_that_nobody_reads_is_one_line_on_standard_error() {
         "a signal that is not inside its registration",
         "the one-sided request is not one of ours",
         "a put to rank 1 reads memory whose registration has ended",
-        "a put to rank 1 follows one that was dropped",
     ] {
         let lines: Vec<&str> = said.lines().filter(|line| line.contains(text)).collect();
         assert_eq!(lines.len(), 1, "{text}: {said}");
@@ -176,5 +190,5 @@ fn each_error_that_nobody_reads_is_one_line_on_standard_error() {
         let is_failure = !text.contains("reads memory");
         assert_eq!(is_failure, lines[0].ends_with("NCCL may wait for ever: end the job"), "{}", lines[0]);
     }
-    assert_eq!(said.lines().filter(|line| line.contains("NET/Towline")).count(), 6, "{said}");
+    assert_eq!(said.lines().filter(|line| line.contains("NET/Towline")).count(), 5, "{said}");
 }

@@ -233,7 +233,7 @@ unsafe extern "C" fn finalize<const API: u8>(ctx: *mut c_void) -> ncclResult_t {
 
 /// For the calls of NCCL's progress thread.
 fn tell_unread(_call: &'static str, error: &Error) {
-    facade::say_once(error);
+    facade::say_rarely(error);
 }
 
 /// A side of an operation. NCCL gives a null handle where there are no bytes.
