@@ -1,12 +1,9 @@
 #!/bin/bash
-# What suite.sh runs inside the two test machines. The first argument is the machine's part, the others are the test
-# programs, as NAME=FILE. A part of one is called PROGRAM::MODULE.
+# What suite.sh runs inside the test machine. Its arguments are the test programs, as NAME=FILE. A part of one is called
+# PROGRAM::MODULE.
 #
-# `links`: tests that take links down, set the clock or count what the whole kernel holds, one after the other; they wait
-# for most of their time. `rows`: the others, in two rows side by side, since the machine has two processors; in each row
-# one test at a time.
-part=$1
-shift
+# Tests that take links down or count what the whole kernel holds run first and alone. The others run in two rows side by
+# side, since the machine has two processors; in each row one test at a time.
 declare -A program
 for entry in "$@"; do program[${entry%%=*}]=${entry#*=}; done
 # A module that takes longer than this hangs; on a quiet computer the slowest takes less than three minutes.
@@ -90,33 +87,30 @@ row2() {
 }
 
 failures=()
-if [ "$part" = links ]; then
-    verbs towline objects_dropped_in_any_order
-    verbs rdma::net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class an_address_that
-    verbs rdma::mend
-    verbs rdma::vanish
-    verbs rdma::faults
-    TEST_MAY_SET_CLOCK=1 verbs net::clock
-else
-    row 1 & row 2 &
-    # What hangs in the kernel keeps its row from ending.
-    while [ -n "$(jobs -rp)" ]; do
-        if [ -e /tmp/hangs ]; then
-            sleep 3
-            break
-        fi
-        sleep 0.2
-    done
-    for row in 1 2; do
-        rows=("")
-        [ ! -e /tmp/row$row ] || mapfile -t rows </tmp/row$row
-        [ "${rows[-1]:-}" = ended ] || rows+=("row $row did not end")
-        for failure in "${rows[@]}"; do [ "$failure" = ended ] || [ -z "$failure" ] || failures+=("$failure"); done
-    done
-    if [ ! -e /tmp/hangs ]; then
-        "${program[all-reduce]}" all-reduce --backend rdma -b 8 -e 1M --iters 3 -w 1 || failures+=(all-reduce)
-        "${program[all-reduce]}" send-recv --backend rdma -b 8 -e 1M -f 64 --repetitions 1 --time 30 || failures+=(send-recv)
+verbs towline objects_dropped_in_any_order
+verbs rdma::net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class an_address_that
+verbs rdma::mend
+verbs rdma::vanish
+verbs rdma::faults
+TEST_MAY_SET_CLOCK=1 verbs net::clock
+row 1 & row 2 &
+# What hangs in the kernel keeps its row from ending.
+while [ -n "$(jobs -rp)" ]; do
+    if [ -e /tmp/hangs ]; then
+        sleep 3
+        break
     fi
+    sleep 0.2
+done
+for row in 1 2; do
+    rows=("")
+    [ ! -e /tmp/row$row ] || mapfile -t rows </tmp/row$row
+    [ "${rows[-1]:-}" = ended ] || rows+=("row $row did not end")
+    for failure in "${rows[@]}"; do [ "$failure" = ended ] || [ -z "$failure" ] || failures+=("$failure"); done
+done
+if [ ! -e /tmp/hangs ]; then
+    "${program[all-reduce]}" all-reduce --backend rdma -b 8 -e 1M --iters 3 -w 1 || failures+=(all-reduce)
+    "${program[all-reduce]}" send-recv --backend rdma -b 8 -e 1M -f 64 --repetitions 1 --time 30 || failures+=(send-recv)
 fi
 printf '# all in %.0f s\n' "$(uptime)"
 [ ! -e /tmp/unstable ] || sed 's/^/UNSTABLE (failed, and passed when repeated): /' /tmp/unstable

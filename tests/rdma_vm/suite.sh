@@ -5,8 +5,8 @@
 #
 # `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma::faults` last that long.
 # Without a FILTER: the library's own tests on real verbs, those of `tests/rdma`, the functional tests of `tests/net` that
-# make sense over RDMA (its devices make TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer, in two
-# machines: see inside.sh; and transfers between two hosts, see two_hosts.sh. With FILTERs: those of the library's tests, of
+# make sense over RDMA (its devices make TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see
+# inside.sh; and transfers between two machines, see two_hosts.sh. With FILTERs: those of the library's tests, of
 # `tests/rdma` and of `net::clock` that match one, in one machine.
 set -euo pipefail
 
@@ -55,24 +55,15 @@ towline=$(dirname "$(dirname "${program[towline]}")")/towline
 programs=("all-reduce=$towline")
 for name in "${!program[@]}"; do programs+=("$name=${program[$name]}"); done
 
-# Two machines side by side, since one of them waits for much of its time; then two hosts. What takes links down asserts how
-# soon Towline notices: it has the processors first. In groups of their own, so that they end when this script does.
-machine() { "$here/run.sh" "${options[@]}" -- env "${variables[@]}" "$here/inside.sh" "$1" "${programs[@]}" 2>&1 | sed -u "s/^/$1: /"; }
+# Two hosts, beside the tests that run alone and hardly need the processor. In a group of their own, so that they end when
+# this script does.
 set -m
-machine links & links=$!
-{
-    renice -n 5 -p "$BASHPID" >/dev/null
-    export RDMA_VM_BOOT_LIMIT=300
-    result=0
-    machine rows || result=$?
-    "$here/two_hosts.sh" --quick "$towline" "${options[@]}" --memory 768 2>&1 | sed -u "s/^/two_hosts: /" || result=$?
-    exit "$result"
-} & others=$!
+{ "$here/two_hosts.sh" --quick "$towline" "${options[@]}" --memory 768 2>&1 | sed -u "s/^/two_hosts: /"; } & hosts=$!
 set +m
-trap 'kill -- -$links -$others 2>/dev/null || true' EXIT
+trap 'kill -- -$hosts 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 failed=()
-wait "$links" || failed+=("the tests that take links down")
-wait "$others" || failed+=("the other tests, or two_hosts.sh")
+"$here/run.sh" "${options[@]}" -- env "${variables[@]}" "$here/inside.sh" "${programs[@]}" || failed+=("the tests in one machine")
+wait "$hosts" || failed+=("two_hosts.sh")
 echo "rdma_vm: the whole suite in $SECONDS s"
 [ ${#failed[@]} = 0 ] || { printf 'rdma_vm: FAILED: %s\n' "${failed[@]}" >&2; exit 1; }
