@@ -114,14 +114,6 @@ impl Place {
 fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
     let boot = place::boot();
     let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
-    let mut found: Vec<Process> = here
-        .into_iter()
-        .map(|(_, state)| {
-            let is_fresh = !state.exited && clock::now().saturating_sub(state.now) < FRESH_NS;
-            let state = if is_fresh { ask(&state).unwrap_or(state) } else { state };
-            Process::here(state)
-        })
-        .collect();
     // By file: when its state was seen to change. Those that have ended are not waited for.
     let mut seen: Vec<Option<u64>> = vec![None; there.len()];
     let until = clock::now() + SILENT_NS + FRESH_NS / 3;
@@ -137,6 +129,16 @@ fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
             }
         }
     }
+    // Only now: they are judged by what they say at the end, not before others were waited for.
+    let mut found: Vec<Process> = here
+        .into_iter()
+        .map(|(path, state)| {
+            let state = place::read(&path).unwrap_or(state);
+            let is_fresh = !state.exited && clock::now().saturating_sub(state.now) < FRESH_NS;
+            let state = if is_fresh { ask(&state).unwrap_or(state) } else { state };
+            Process::here(state)
+        })
+        .collect();
     found.extend(there.into_iter().zip(seen).map(|((_, state), seen)| {
         let now = clock::now();
         let wall = now.saturating_add_signed(clock::wall_offset());
@@ -197,6 +199,8 @@ mod tests {
         write("a.state", &State { wall: 0, ..state(1, 7, 1) });
         write("b.state", &state(2, 7, 1));
         write("c.state", &State { exited: true, ..state(3, 7, 1) });
+        let of_this_host = |beat| State { now: clock::now(), ..state(4, place::boot(), beat) };
+        write("d.state", &of_this_host(1));
         let states = place::read_all(dir.path()).unwrap();
         let found = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -204,13 +208,18 @@ mod tests {
                 for beat in 2..=7 {
                     std::thread::sleep(Duration::from_millis(800));
                     write("a.state", &State { wall: 0, now: 2_000, ..state(1, 7, beat) });
+                    write("d.state", &of_this_host(beat));
                 }
             });
             gather(states)
         });
         let now = clock::now();
         let alive: Vec<(i32, bool)> = found.iter().map(|it| (it.state.pid, it.is_alive(now))).collect();
-        assert_eq!(alive, [(1, true), (2, false), (3, false)]);
-        assert_eq!(found[0].time(2_000), found[0].heard);
+        assert_eq!(
+            alive,
+            [(4, true), (1, true), (2, false), (3, false)],
+            "one of this host is not silent because others were waited for"
+        );
+        assert_eq!(found[1].time(2_000), found[1].heard);
     }
 }
