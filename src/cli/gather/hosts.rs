@@ -62,11 +62,18 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
         let ranks: Vec<_> = state.communicators.iter().map(|comm| (comm.info().id, comm.rank)).collect();
         seen.insert((state.boot, state.host.clone(), state.pid, ranks))
     });
-    // All have answered, also those that did so while another was waited for.
-    let now = clock::now();
-    found.processes.iter_mut().for_each(|process| process.heard = now);
+    all_answered_at(&mut found.processes, clock::now());
     found.notes.extend(super::dropped(&found.processes));
     Ok(found)
+}
+
+/// All have answered, also those that did so while another was waited for: what each said counts as said now, or a call that had
+/// just begun would look as old as the wait was long.
+fn all_answered_at(processes: &mut [Process], now: u64) {
+    for process in processes {
+        process.shift += now.saturating_sub(process.heard) as i64;
+        process.heard = now;
+    }
 }
 
 /// The port in `port` or `address:port`.
@@ -149,6 +156,19 @@ fn ask_process(stream: &TcpStream, key: &SharedKey) -> io::Result<Process> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_said_first_is_no_older_than_what_was_said_last() {
+        let second = 1_000_000_000;
+        let said_at =
+            |heard| Process { shift: heard as i64 - 500, heard, state: State { now: 500, ..State::default() } };
+        let mut processes = [said_at(1_000 * second), said_at(1_006 * second)];
+        all_answered_at(&mut processes, 1_006 * second);
+        for process in &processes {
+            assert!(process.is_alive(1_006 * second));
+            assert_eq!(process.time(500), 1_006 * second, "a call that began when it answered");
+        }
+    }
 
     #[test]
     fn hosts_are_read_with_and_without_a_port() {
