@@ -43,8 +43,8 @@ fn tell(call: &'static str, error: &Error) {
 }
 
 /// The calls whose failure ends nothing in FlagCX: what they were to start or to end, it waits for. It does not read the
-/// results of `listen`, `isend`, `irecv` and `test`; after an error of `connect` or `accept` its service thread calls again,
-/// and nobody tells the thread that waits for the connection.
+/// results of `listen`, `isend`, `irecv` and `test`; after an error of `connect` or `accept` its service thread calls again
+/// and does not tell FlagCX's thread that waits for the connection.
 const AWAITED: [&str; 6] = ["listen", "connect", "accept", "isend", "irecv", "test"];
 
 /// For FlagCX, which calls again for ever where a failure ends nothing. It must not flood the log, and the log is the only one

@@ -191,8 +191,8 @@ variables! {
         since: "0.1.0",
         read: "init; connections",
         help: "How long a handshake may take, and how long `connect` and `accept` of the oldest interface (NCCL 2.8 to \
-               2.11, where they must wait) wait for the other side. Under FlagCX, after how long `accept` reports that \
-               nobody has come. A fraction is allowed.",
+               2.11, where both calls block) wait for the peer. Under FlagCX, after how long `accept` reports that \
+               no peer has connected. A fraction is allowed.",
     }
     checksum: bool {
         name: "TOWLINE_CHECKSUM",

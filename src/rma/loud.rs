@@ -1,4 +1,4 @@
-//! What NCCL keeps to itself: its progress thread stores the failure of a put and nobody reads it (NCCL 2.30.7,
+//! What NCCL keeps to itself: its progress thread stores the failure of a put, and no call of NCCL's reads it (NCCL 2.30.7,
 //! `rma/rma_proxy.cc`), so the log is where the user learns of it, also where NCCL's logger prints no warnings.
 
 use crate::os::error::Error;

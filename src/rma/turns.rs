@@ -11,7 +11,7 @@ pub(crate) struct Turns(Mutex<Inner>);
 #[derive(Default)]
 struct Inner {
     next: u64,
-    /// By address: who waits or has its turn, the oldest first, each with its stream.
+    /// By address: the turns that were taken and have not ended, the oldest first, each with the stream that took it.
     waiting: HashMap<usize, VecDeque<(u64, usize)>>,
 }
 
