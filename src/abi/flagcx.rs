@@ -62,10 +62,7 @@ pub(crate) static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Tabl
 unsafe extern "C" fn init() -> ncclResult_t {
     guard::<FLAGCX>("init", || {
         // Below v11 of NCCL's interface there is one context for the process, as here.
-        let (host, api) = (Host::FlagCx, 8);
-        let args =
-            InitArgs { host, api, comm_id: None, one_sided: false, traffic_class: None, logger: None, profiler: None };
-        facade::init(args).map(|_| ())
+        facade::init(InitArgs::new(Host::FlagCx, 8)).map(|_| ())
     })
 }
 

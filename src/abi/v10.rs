@@ -40,18 +40,7 @@ export_table! {
 }
 
 unsafe extern "C" fn init<const API: u8>(logger: ncclDebugLogger_t, profiler: ncclProfilerCallback_t) -> ncclResult_t {
-    guard::<API>("init", || {
-        facade::init(InitArgs {
-            host: Host::Nccl,
-            api: API,
-            comm_id: None,
-            one_sided: false,
-            traffic_class: None,
-            logger,
-            profiler,
-        })
-        .map(|_| ())
-    })
+    guard::<API>("init", || facade::init(InitArgs { logger, profiler, ..InitArgs::new(Host::Nccl, API) }).map(|_| ()))
 }
 
 unsafe extern "C" fn connect<const API: u8>(

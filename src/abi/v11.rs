@@ -54,15 +54,8 @@ pub(super) unsafe extern "C" fn init<const API: u8>(
         // SAFETY: NCCL's promise: null, or a place for the context and a configuration.
         let (mut ctx, traffic_class) = unsafe { (Out::new(ctx, "ctx")?, v10::traffic_class(config)?) };
         ctx.set(ptr::null_mut());
-        let args = InitArgs {
-            host: Host::Nccl,
-            api: API,
-            comm_id: Some(comm_id),
-            one_sided: false,
-            traffic_class,
-            logger,
-            profiler,
-        };
+        let comm_id = Some(comm_id);
+        let args = InitArgs { comm_id, traffic_class, logger, profiler, ..InitArgs::new(Host::Nccl, API) };
         ctx.set(dress(facade::init(args)?));
         Ok(())
     })

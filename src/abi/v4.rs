@@ -57,18 +57,7 @@ export_table! {
 
 /// `init`, v4 to v9: the process's default context.
 pub(super) unsafe extern "C" fn init<const API: u8>(logger: ncclDebugLogger_t) -> ncclResult_t {
-    guard::<API>("init", || {
-        facade::init(InitArgs {
-            host: Host::Nccl,
-            api: API,
-            comm_id: None,
-            one_sided: false,
-            traffic_class: None,
-            logger,
-            profiler: None,
-        })
-        .map(|_| ())
-    })
+    guard::<API>("init", || facade::init(InitArgs { logger, ..InitArgs::new(Host::Nccl, API) }).map(|_| ()))
 }
 
 /// `devices`, every version.

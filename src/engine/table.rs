@@ -187,10 +187,15 @@ impl<T: ?Sized> Table<T> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Slab::len)
     }
 
-    /// Whether some object satisfies `is_wanted`. Visits each: not for the data path.
+    /// Whether some object satisfies `is_wanted`. As [`Table::find_map`].
     pub fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
-        let places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
-        places.into_iter().any(|place| place.read().as_deref().is_some_and(&is_wanted))
+        self.find_map(|object| is_wanted(object).then_some(())).is_some()
+    }
+
+    /// What `look` finds in the first object in which it finds something. Visits each: not for the data path.
+    pub(crate) fn find_map<R>(&self, look: impl Fn(&T) -> Option<R>) -> Option<R> {
+        let mut places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
+        places.find_map(|place| place.read().as_deref().and_then(&look))
     }
 
     /// Whether the table is empty.

@@ -45,11 +45,15 @@ pub(crate) struct InitArgs {
 }
 
 impl InitArgs {
+    /// What the oldest interface gives: nothing but its version.
+    pub(crate) fn new(host: Host, api: u8) -> Self {
+        Self { host, api, comm_id: None, one_sided: false, traffic_class: None, logger: None, profiler: None }
+    }
+
     /// For a communicator of a test.
     #[cfg(test)]
     pub(crate) fn of_test(comm: u64) -> Self {
-        let (traffic_class, logger, profiler) = Default::default();
-        Self { host: Host::Nccl, api: 12, comm_id: Some(comm), one_sided: false, traffic_class, logger, profiler }
+        Self { comm_id: Some(comm), ..Self::new(Host::Nccl, 12) }
     }
 
     /// The interface's name for messages.

@@ -261,9 +261,10 @@ fn other_backend(peer_is_rdma: bool) -> Error {
 /// # Errors
 /// When there is no such listener.
 pub(crate) fn accept(listen: usize) -> Result<Option<usize>> {
-    let process = process();
-    let comm = process.comms.get(listen)?;
-    let listen = comm.listening()?;
+    accept_from(process().comms.get(listen)?.listening()?)
+}
+
+fn accept_from(listen: &ListenComm) -> Result<Option<usize>> {
     listen.listening.accept()?.map(|conn| connected((&listen.profiler, &listen.open), Comm::Recv(conn))).transpose()
 }
 
@@ -273,9 +274,10 @@ pub(crate) fn accept(listen: usize) -> Result<Option<usize>> {
 /// As [`accept`]; and once for each peer, when none has come within TOWLINE_CONNECT_TIMEOUT of the first call for it. A peer
 /// that comes later is accepted.
 pub(crate) fn accept_or_report(listen: usize) -> Result<Option<usize>> {
-    let accepted = accept(listen)?;
     let comm = process().comms.get(listen)?;
-    let mut wait = comm.listening()?.wait.lock().unwrap_or_else(PoisonError::into_inner);
+    let listen = comm.listening()?;
+    let accepted = accept_from(listen)?;
+    let mut wait = listen.wait.lock().unwrap_or_else(PoisonError::into_inner);
     if accepted.is_some() {
         *wait = AcceptWait::default();
         return Ok(accepted);

@@ -3,7 +3,6 @@
 //! A forked child gets a fresh one. Its parent's threads do not exist there, the fork handler has closed its parent's
 //! descriptors, and its parent's handles are invalid.
 
-use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
@@ -307,21 +306,14 @@ impl Process {
         if !net.config.rma {
             return Err("TOWLINE_RMA is not 1");
         }
-        let class = Cell::new(None);
-        let is_it = |context: &Context| {
-            let is_it = context.carries(Some(comm));
-            if is_it {
-                class.set(context.traffic_class);
-            }
-            is_it
-        };
-        if !self.contexts.any(is_it) {
+        let class = |context: &Context| context.carries(Some(comm)).then_some(context.traffic_class);
+        let Some(class) = self.contexts.find_map(class) else {
             return Err("this communicator does not use Towline");
-        }
+        };
         if self.backends.rdma().is_some() {
             return Err("they go over TCP only, and the devices are RDMA's");
         }
-        Ok(class.get())
+        Ok(class)
     }
 
     /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over

@@ -50,8 +50,8 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     };
     // A context of its own: NCCL may end the network's before it closes its groups. The traffic class is the network's, since
     // NCCL names none before the connections are made.
-    let (host, api, comm_id) = (Host::Nccl, 12, Some(comm));
-    let ctx = facade::init(InitArgs { host, api, comm_id, one_sided: true, traffic_class, logger, profiler: None })?;
+    let (comm_id, one_sided) = (Some(comm), true);
+    let ctx = facade::init(InitArgs { comm_id, one_sided, traffic_class, logger, ..InitArgs::new(Host::Nccl, 12) })?;
     *begun += 1;
     Ok(Ok(ctx))
 }

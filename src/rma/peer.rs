@@ -155,6 +155,11 @@ impl Peer {
             || self.pieces.as_ref().is_some_and(|pieces| pieces.region == region)
     }
 
+    /// The puts that have not read their source.
+    pub(crate) fn reading(&self) -> impl Iterator<Item = u64> {
+        self.pending.iter().filter(|(_, pending)| !pending.read).map(|(request, _)| *request)
+    }
+
     /// Whether this is a put that has not read its source.
     pub(crate) fn reads(&self, request: u64) -> bool {
         self.pending.get(&request).is_some_and(|pending| !pending.read)

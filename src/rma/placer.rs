@@ -192,14 +192,13 @@ impl Placer {
                 self.withdraw(Memory::Region(region), done);
             }
             Command::Detach { done } => {
-                let alive = self
-                    .others
-                    .iter()
-                    .filter_map(|other| if let Other::Alive(peer) = other { Some(peer) } else { None });
-                let puts =
-                    alive.flat_map(|peer| peer.pending().filter(|(put, _)| peer.reads(*put)).map(|(put, _)| put));
-                let sources = Memory::Sources(puts.collect());
-                self.withdraw(sources, done);
+                let mut puts = Vec::new();
+                for other in &self.others {
+                    if let Other::Alive(peer) = other {
+                        puts.extend(peer.reading());
+                    }
+                }
+                self.withdraw(Memory::Sources(puts), done);
             }
             Command::Close => {
                 self.closes = Some(Instant::now() + self.patience);

@@ -222,16 +222,6 @@ fn start(name: &str, role: &str, mailbox: &Mailbox, variables: [(&str, &str); 1]
     Guarded::start(command)
 }
 
-/// Waits for the end of a part that passes; what it said.
-fn said_by(role: &str, mut part: Guarded) -> String {
-    let passed = part.passed_within(Duration::from_secs(50));
-    let mut said = String::new();
-    let mut stderr = part.0.stderr.take().expect("it is piped");
-    std::io::Read::read_to_string(&mut stderr, &mut said).expect("text");
-    assert!(passed, "{role}: {said}");
-    said
-}
-
 /// That one line says that the job stands still, after `beginning`.
 fn assert_one_line(said: &str, beginning: &str) {
     let lines: Vec<&str> = said.lines().filter(|line| line.ends_with("end the job")).collect();
@@ -256,7 +246,7 @@ fn a_dead_peer_is_one_clear_line_on_standard_error() {
         let sender = start(NAME, role, &mailbox, variables);
         child::receive(mailbox.path(), "posted");
         receiver.kill();
-        let said = said_by(role, sender);
+        let said = sender.said_within(Duration::from_secs(50));
         assert_one_line(&said, "test: ");
         assert!(said.contains("(peer "), "{said}");
     }
@@ -271,7 +261,7 @@ fn accepts_for_longer_than_its_patience() {
     while start.elapsed() < Duration::from_secs(3) {
         std::thread::sleep(Duration::from_millis(1));
         match flagcx.accept(listener) {
-            Ok(accepted) => assert!(accepted.is_none(), "from nobody"),
+            Ok(accepted) => assert!(accepted.is_none(), "no peer has connected yet"),
             Err(code) => errors.push(code),
         }
     }
@@ -306,7 +296,7 @@ fn a_peer_that_dies_before_it_connects_is_one_clear_line() {
     let _watchdog = watchdog(120);
     for (role, beginning) in [("accept", "accept: no peer connected within 2 s"), ("connect", "connect: ")] {
         let mailbox = Mailbox::new();
-        let said = said_by(role, start(NAME, role, &mailbox, [("TOWLINE_CONNECT_TIMEOUT", "2")]));
+        let said = start(NAME, role, &mailbox, [("TOWLINE_CONNECT_TIMEOUT", "2")]).said_within(Duration::from_secs(50));
         assert_one_line(&said, beginning);
     }
 }

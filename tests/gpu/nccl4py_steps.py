@@ -158,12 +158,7 @@ class Nccl4pySteps(Steps):
         self.step("peer pointer", self.peer_pointer)
         self.step("put", self.puts)
         if life == "py":
-            self.step("many puts", self.many_puts)
-            self.step("ping-pong", self.ping_pong)
-            self.step("numbered", self.numbered)
-            self.step("graph", lambda: self.numbered(True))
-            self.step("barrier", self.barrier)
-            self.step("graph barrier", lambda: self.barrier(True))
+            self.exchanges()
         self.resources()
         self.step("put after it", self.puts)
         if life == "py-close":

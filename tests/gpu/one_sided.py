@@ -611,6 +611,15 @@ class Steps:
         self.it.stream = self.it.cuda.stream()
         self.connect(1)
 
+    def exchanges(self):
+        """Bytes and signals in every order, in and outside graphs."""
+        self.step("many puts", self.many_puts)
+        self.step("ping-pong", self.ping_pong)
+        self.step("numbered", self.numbered)
+        self.step("graph", lambda: self.numbered(True))
+        self.step("barrier", self.barrier)
+        self.step("graph barrier", lambda: self.barrier(True))
+
     def run(self, life):
         self.step("init", self.connect)
         if life == "socket":
@@ -624,12 +633,7 @@ class Steps:
         if life == "whole":
             self.step("peer pointer", self.peer_pointer)
             self.step("put", self.puts)
-            self.step("many puts", self.many_puts)
-            self.step("ping-pong", self.ping_pong)
-            self.step("numbered", self.numbered)
-            self.step("graph", lambda: self.numbered(True))
-            self.step("barrier", self.barrier)
-            self.step("graph barrier", lambda: self.barrier(True))
+            self.exchanges()
             self.step("pre-mul-sum", self.pre_mul_sum)
             self.step("buffer", self.buffer)
             self.step("device comm", self.device_comm)

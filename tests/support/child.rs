@@ -104,6 +104,16 @@ impl Guarded {
         false
     }
 
+    /// Waits until it has passed; what it wrote to its standard error, which must be a pipe.
+    pub fn said_within(mut self, patience: Duration) -> String {
+        let passed = self.passed_within(patience);
+        let mut said = String::new();
+        let mut stderr = self.0.stderr.take().expect("it is piped");
+        std::io::Read::read_to_string(&mut stderr, &mut said).expect("text");
+        assert!(passed, "{said}");
+        said
+    }
+
     /// Kills it without any farewell.
     pub fn kill(&mut self) {
         let _ = self.0.kill();
