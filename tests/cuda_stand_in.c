@@ -150,22 +150,36 @@ int cuMemFreeHost(void *memory) {
 
 struct event { int late; struct op *op; };
 struct op { struct op *next; enum { COPY, WRITE, EVENT } kind; uint64_t to, from; size_t bytes; struct event *event; };
-struct stream { struct op *first, **last; };
+struct stream { struct op *first, **last; int priority; };
 
-static int late, until_failure, failed, copies_waiting;
+enum { GREATEST = -5 };
+
+static int late, until_failure, failed, copies_waiting, held;
 
 void stand_in_late(int queries) { late = queries; }
 /* So many copies from now on go well. 0: all. */
 void stand_in_fail(int copies) { until_failure = copies; failed = 0; }
+/* A stream of the application's, of priority 0, waits. All of that priority share a queue, so none of them moves. */
+void stand_in_hold(int whether) { __atomic_store_n(&held, whether, __ATOMIC_SEQ_CST); }
 int stand_in_waiting(void) { return __atomic_load_n(&copies_waiting, __ATOMIC_SEQ_CST); }
 
-int cuStreamCreate(void **stream, unsigned flags) {
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+  if (!depth) return INVALID_CONTEXT;
+  *least = 0;
+  *greatest = GREATEST;
+  return OK;
+}
+
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
   if (!depth || flags != 1) return INVALID_CONTEXT;
   struct stream *made = calloc(1, sizeof *made);
   made->last = &made->first;
+  made->priority = priority;
   *stream = made;
   return OK;
 }
+
+int cuStreamCreate(void **stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
 
 /* Ending a stream that has something to do is a defect of its owner here. */
 int cuStreamDestroy_v2(void *stream) {
@@ -244,10 +258,11 @@ int cuEventQuery(void *event_) {
   if (!depth) return INVALID_CONTEXT;
   pthread_mutex_lock(&lock);
   int code = failed ? ILLEGAL_ADDRESS : OK;
-  if (event->op && event->late-- > 0 && !failed) {
+  struct stream *stream = event->op ? (struct stream *)(uintptr_t)event->op->from : NULL;
+  int is_held = stream && stream->priority == 0 && __atomic_load_n(&held, __ATOMIC_SEQ_CST);
+  if (stream && (is_held || event->late-- > 0) && !failed) {
     code = NOT_READY;
-  } else if (event->op) {
-    struct stream *stream = (struct stream *)(uintptr_t)event->op->from;
+  } else if (stream) {
     struct op *op, *end = event->op;
     do {
       op = stream->first;

@@ -25,7 +25,7 @@ class PlayedCuda:
     """Memory whose addresses are numbers, and streams that do at once what they are given."""
 
     def __init__(self):
-        self.held, self.next, self.recording = {}, 1 << 20, None
+        self.held, self.next, self.recording, self.gates = {}, 1 << 20, None, {}
 
     def memory(self, size):
         at, self.next = self.next, self.next + size + 4096
@@ -59,11 +59,17 @@ class PlayedCuda:
     def linger(self, scratch, size, stream):
         self.do(lambda: time.sleep(0.005))
 
-    def stream(self):
-        return "a stream"
+    def stream(self, is_urgent=False):
+        return object()
+
+    def gate(self):
+        return types.SimpleNamespace(value=0)
+
+    def wait(self, gate, stream):
+        self.gates[stream] = gate
 
     def has_ended(self, stream):
-        return True
+        return stream not in self.gates or self.gates[stream].value == 1
 
     def capture(self, stream, body):
         self.recording = recorded = []
@@ -91,6 +97,8 @@ class PlayedSteps(one_sided.Steps):
             if self.fault != "lost" or start == 0:
                 peer.it.cuda.write(peer.target[0] + offset, data)
             peer.signals.put(1)
+            if self.fault == "queued":
+                cuda.gates[stream] = next(gate for gate in peer.it.cuda.gates.values())
 
         cuda.do(body)
 
@@ -126,7 +134,7 @@ class Played(unittest.TestCase):
     """What two ranks find."""
 
     def setUp(self):
-        for name, size in (("MOST", 4 * one_sided.MIB), ("LINGER", 64)):
+        for name, size in (("MOST", 4 * one_sided.MIB), ("LINGER", 64), ("HELD", 0.05)):
             small = mock.patch.object(one_sided, name, size)
             small.start()
             self.addCleanup(small.stop)
@@ -165,6 +173,7 @@ class Played(unittest.TestCase):
             self.assert_well(lambda steps, step=step: getattr(steps, step)())
         for step in ("numbered", "barrier"):
             self.assert_well(lambda steps, step=step: getattr(steps, step)(True))
+        self.assert_well(lambda steps: steps.under(steps.it.cuda.wait))
 
     def test_wrong_bytes_are_found(self):
         self.assert_found(lambda steps: steps.numbered(), "damage", "20 of 1310720 bytes are wrong")
@@ -173,6 +182,13 @@ class Played(unittest.TestCase):
         self.assert_found(lambda steps: steps.send_and_check(4096, 1), "damage", "1 of 4096 bytes are wrong")
         self.assert_found(lambda steps: steps.many_puts(), "lost", "32 puts")
         self.assert_found(lambda steps: steps.peer_pointer(), "reachable", "another host's memory")
+
+    def test_puts_behind_streams_that_wait_are_found(self):
+        self.assert_found(lambda steps: steps.under(steps.it.cuda.wait), "queued", "plain not within 0.05 s, while 16 streams")
+        self.assert_found(lambda steps: steps.under(steps.it.cuda.wait), "damage", "two puts")
+
+    def test_streams_that_do_not_wait_show_nothing(self):
+        self.assert_found(lambda steps: steps.under(lambda gate, stream: None), None, "this shows nothing")
 
     def test_a_barrier_that_holds_nothing_back_is_found(self):
         self.assert_found(lambda steps: steps.barrier(), None, "bytes are wrong", HoldsNothingBack)

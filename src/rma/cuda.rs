@@ -1,7 +1,8 @@
 //! CUDA's driver, as far as memory in a GPU is copied: opened at run time, so that nothing depends on it.
 //!
-//! Names, types and numbers are those of NVIDIA's documentation of the CUDA driver API. Nothing here waits for a kernel: a
-//! stream is of the kind that runs beside all others, and events are asked, never waited for.
+//! Names, types and numbers are those of NVIDIA's documentation of the CUDA driver API. Nothing here waits for a kernel, and
+//! nothing here is one: a stream is of the kind that runs beside all others, and of the greatest priority; events are asked,
+//! never waited for; copies between a GPU and page-locked memory are its copy engines' work.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -68,7 +69,8 @@ driver! {
     push: "cuCtxPushCurrent_v2" fn(*mut c_void);
     pop: "cuCtxPopCurrent_v2" fn(*mut *mut c_void);
     exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
-    stream_create: "cuStreamCreate" fn(*mut *mut c_void, c_uint);
+    priorities: "cuCtxGetStreamPriorityRange" fn(*mut c_int, *mut c_int);
+    stream_create: "cuStreamCreateWithPriority" fn(*mut *mut c_void, c_uint, c_int);
     stream_destroy: "cuStreamDestroy_v2" fn(*mut c_void);
     event_create: "cuEventCreate" fn(*mut *mut c_void, c_uint);
     event_destroy: "cuEventDestroy_v2" fn(*mut c_void);
@@ -196,15 +198,20 @@ impl Driver {
         outcome
     }
 
-    /// A stream of its own, and so many events.
+    /// A stream of its own, and so many events. Streams share the GPU's queues, one of them where `CUDA_DEVICE_MAX_CONNECTIONS`
+    /// is 1; but not with streams of another priority. So it has the greatest: else a stream of the application that waits for
+    /// a signal could hold up the queue that brings it.
     ///
     /// # Errors
     /// The driver's.
     pub(crate) fn stream(&self, context: Context, events: usize) -> Result<(Object, Vec<Object>)> {
         self.within(context, || {
-            let mut stream = null_mut();
-            // SAFETY: there is room for the answer.
-            self.check("making a stream", unsafe { (self.stream_create)(&raw mut stream, BESIDE_OTHERS) })?;
+            let (mut stream, mut least, mut greatest) = (null_mut(), 0, 0);
+            // SAFETY: there is room for the answers.
+            self.check("asking for priorities", unsafe { (self.priorities)(&raw mut least, &raw mut greatest) })?;
+            // SAFETY: as above.
+            let code = unsafe { (self.stream_create)(&raw mut stream, BESIDE_OTHERS, greatest) };
+            self.check("making a stream", code)?;
             let (stream, mut made) = (Object(stream), Vec::with_capacity(events));
             while made.len() < events {
                 let mut event = null_mut();

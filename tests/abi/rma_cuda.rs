@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::support::one_sided::{ON, Rank, at, connected, moves_all_sizes, signals_follow_their_puts};
-use crate::support::window::{Window, copies_are_late, copies_fail, copies_waiting, stand_in};
+use crate::support::window::{Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in};
 use crate::support::{child, watchdog};
 use towline::host::log::Capture;
 use towline::host::{Code, Object, PutSignal};
@@ -97,6 +97,27 @@ fn a_signal_that_the_gpu_resets_counts_from_there() {
             signals.fill(&[0; 16]);
         }
         ranks.into_iter().for_each(Rank::close);
+    });
+}
+
+/// With `CUDA_DEVICE_MAX_CONNECTIONS=1`, or more streams that wait than the GPU has queues.
+#[test]
+fn a_signal_comes_while_all_queues_of_the_application_wait_for_it() {
+    alone("rma_cuda::a_signal_comes_while_all_queues_of_the_application_wait_for_it", || {
+        let _watchdog = watchdog(60);
+        for flags in [0, NEVER_RESET] {
+            let ranks = connected(16, 2);
+            let (window, signals) = (Window::gpu(4096), Window::gpu(8));
+            let [what, _] = [0, 1].map(|rank: usize| {
+                let (mr, number) = (ranks[rank].register(&window), ranks[rank].register_as(&signals, flags));
+                ((at(mr, 0), 64, at(mr, 64)), PutSignal { at: at(number, 0), value: None })
+            });
+            a_stream_waits(true);
+            ranks[0].wait(ranks[0].put(what.0, 1, Some(what.1))).expect("the put ends");
+            assert_eq!(crate::support::one_sided::signal_of(&signals, 0), 1);
+            a_stream_waits(false);
+            ranks.into_iter().for_each(Rank::close);
+        }
     });
 }
 

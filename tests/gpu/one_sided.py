@@ -17,6 +17,11 @@ The steps, and what they are in nccl4py:
     barrier       ncclSignal holds puts back until their target is read;    signal, wait_signal
                   without it the same puts must come out wrong
     graph barrier the same, by launches of one CUDA graph                   the same, in a graph
+    under waits   puts into a rank of which 16 streams stand in a wait      put_signal, wait_signal
+    under kernels the same, with 16 kernels that run until it is over       put_signal, wait_signal
+                  (both also by a graph; and with streams of the greatest
+                  priority, which Towline's own has: what comes of that is
+                  told only)
     pre-mul-sum   ncclRedOpCreatePreMulSum, ncclAllReduce                   create_pre_mul_sum
     buffer        ncclCommRegister, ncclAllReduce                           register_buffer
     device comm   ncclDevCommCreate with GIN, ncclDevCommDestroy            create_dev_comm
@@ -24,7 +29,8 @@ The steps, and what they are in nccl4py:
     destroy       ncclCommDestroy                                           Communicator.destroy
 Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
 whose memory stays as it is from then on, then a new communicator), "cut" (one stream is cut amid puts, and all bytes are
-right), "socket" (NCCL's own one-sided operations over its sockets, for the times beside Towline's: NCCL 2.32 with the gdrdrv
+right), "queue" (exchanges of all kinds where all streams share one queue: CUDA_DEVICE_MAX_CONNECTIONS=1, as with Megatron),
+"socket" (NCCL's own one-sided operations over its sockets, for the times beside Towline's: NCCL 2.32 with the gdrdrv
 module; elsewhere it says that they do not start, and why). Only when asked for: "inner" (windows that begin inside of an
 allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself (nccl4py_steps.py): "py"
 (destroyed with all resources open), "py-close" (closed in two other orders first), "py-abort" (all resources open).
@@ -58,11 +64,14 @@ sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
 
 RANKS, MIB = 2, 1 << 20
 MOST = 64 * MIB
-IN_PROGRESS, NOT_READY = 7, 600
+IN_PROGRESS, NOT_READY, NO_COMPILER = 7, 600, 221
 CHAR, FLOAT, SUM = 0, 7, 0
 COLL_SYMMETRIC = 1
-LIVES = ("whole", "left", "abort", "cut", "socket")
+LIVES = ("whole", "left", "abort", "cut", "queue", "socket")
 ROUNDS, LINGER = 20, 256 * MIB
+# Streams that wait, twice as many as a GPU has queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise; and for how many
+# seconds a put may take meanwhile.
+WAITERS, HELD = 16, 4
 TIMED = (8, 4096, 65536, MIB, 16 * MIB)
 # The lives that make more than one communicator.
 COMMUNICATORS = {"abort": 2, "py-abort": 2}
@@ -153,11 +162,30 @@ def meet(name):
         os._exit(3)
 
 
+SPIN = b"""
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry spin(.param .u64 gate)
+{
+  .reg .u64 %at;
+  .reg .u32 %seen;
+  .reg .pred %closed;
+  ld.param.u64 %at, [gate];
+again:
+  ld.volatile.u32 %seen, [%at];
+  setp.eq.u32 %closed, %seen, 0;
+  @%closed bra again;
+  ret;
+}
+"""
+
+
 class Cuda:
     """libcuda, as far as this needs it."""
 
     def __init__(self, ordinal):
-        self.lib = ctypes.CDLL("libcuda.so.1")
+        self.lib, self.kernel = ctypes.CDLL("libcuda.so.1"), None
         device, self.context = ctypes.c_int(), ctypes.c_void_p()
         self("cuInit", 0)
         self("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -169,10 +197,37 @@ class Cuda:
         if code:
             raise Failed(f"{name}: CUDA error {code}")
 
-    def stream(self):
-        made = ctypes.c_void_p()
-        self("cuStreamCreate", ctypes.byref(made), 1)
+    def stream(self, is_urgent=False):
+        """A stream, of the greatest priority or of that of most streams."""
+        made, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        self("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        self("cuStreamCreateWithPriority", ctypes.byref(made), 1, greatest if is_urgent else 0)
         return made
+
+    def gate(self):
+        """A number of the host's that streams can wait for: what opens and closes it."""
+        memory = ctypes.c_void_p()
+        self("cuMemHostAlloc", ctypes.byref(memory), ctypes.c_size_t(4096), 3)
+        return ctypes.c_uint32.from_address(memory.value)
+
+    def wait(self, gate, stream):
+        """The stream stands until the gate is open."""
+        self("cuStreamWaitValue32_v2", stream, ctypes.c_uint64(ctypes.addressof(gate)), 1, 0)
+
+    def spin(self, gate, stream):
+        """The stream runs a kernel until the gate is open."""
+        if self.kernel is None:
+            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+            code = self.lib.cuModuleLoadData(ctypes.byref(module), SPIN)
+            if code == NO_COMPILER:
+                raise NotOffered("libcuda finds no compiler of kernels here")
+            if code:
+                raise Failed(f"cuModuleLoadData: CUDA error {code}")
+            self("cuModuleGetFunction", ctypes.byref(kernel), module, b"spin")
+            self.kernel = kernel
+        address = ctypes.c_uint64(ctypes.addressof(gate))
+        given = (ctypes.c_void_p * 1)(ctypes.addressof(address))
+        self("cuLaunchKernel", self.kernel, 1, 1, 1, 1, 1, 1, 0, stream, given, None)
 
     def write(self, address, data):
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
@@ -520,6 +575,77 @@ class Steps:
         control = "" if in_graph else "; wrong without signals, as it must be"
         return f"{ROUNDS} with each rank late, {', '.join(notes)}{control}"
 
+    def under(self, hold):
+        """Puts into a rank whose streams stand in `hold` until their gate opens, which is when the puts have ended.
+
+        Streams of the greatest priority may hold the puts up, and then the gate opens after HELD seconds; others must not.
+        """
+        it, notes = self.it, []
+        for is_urgent in (False, True):
+            streams = [it.cuda.stream(is_urgent) for _ in range(WAITERS)]
+            for in_graph in (False, True):
+                for held in range(RANKS):
+                    took = self.put_under(hold, streams, held, in_graph)
+                    if it.rank == held:
+                        continue
+                    told = f"not within {HELD} s" if took is None else f"{took * 1e3:.1f} ms"
+                    notes.append(f"{'urgent ' if is_urgent else ''}{'by a graph' if in_graph else 'plain'} {told}")
+                    if took is None and not is_urgent:
+                        raise Failed(f"{notes[-1]}, while {WAITERS} streams of rank {held} wait")
+        return ", ".join(notes)
+
+    def put_under(self, hold, streams, held, in_graph):
+        """Two puts while the streams of rank `held` wait: the time they took there, or none where they did not end meanwhile.
+
+        The second one is placed when the first one's signal has been written.
+        """
+        it, size, stream, gate = self.it, 65536, self.it.cuda.stream(), self.it.cuda.gate()
+
+        def once():
+            if it.rank == held:
+                self.wait(2, stream)
+            else:
+                self.put(size, 0, 0, stream)
+                self.put(size, size, size, stream)
+
+        # Before anything waits: NCCL allocates as it captures.
+        launch, end = it.cuda.capture(stream, once) if in_graph else (once, lambda: None)
+        if it.rank != held:
+            it.cuda.write(self.source[0], pattern(160 + held, 2 * size))
+        else:
+            it.cuda.write(self.target[0], bytes(2 * size))
+            self.stand(hold, streams, gate)
+        meet("held")
+        began, took = time.perf_counter(), None
+        if it.rank != held:
+            launch()
+            while took is None and time.perf_counter() - began < HELD:
+                if it.cuda.has_ended(stream):
+                    took = time.perf_counter() - began
+        meet("put")
+        if it.rank == held:
+            if any(it.cuda.has_ended(waiter) for waiter in streams):
+                raise Failed("a stream did not wait: this shows nothing")
+            gate.value = 1
+            for waiter in streams:
+                it.settle(waiter)
+            launch()
+        it.settle(stream)
+        if it.rank == held:
+            check(it.cuda.read(self.target[0], 2 * size), pattern(160 + held, 2 * size), "two puts")
+        end()
+        return took
+
+    def stand(self, hold, streams, gate):
+        """Lets the streams wait. At first with an open gate: what is loaded when it is first used is loaded then."""
+        gate.value = 1
+        for stream in streams:
+            hold(gate, stream)
+            self.it.settle(stream)
+        gate.value = 0
+        for stream in streams:
+            hold(gate, stream)
+
     def reduce(self, operation, expected):
         it, count = self.it, 100_000
         floats = (ctypes.c_float * count)(*([float(it.rank + 1)] * count))
@@ -620,6 +746,10 @@ class Steps:
         self.step("barrier", self.barrier)
         self.step("graph barrier", lambda: self.barrier(True))
 
+    def held_up(self):
+        self.step("under waits", lambda: self.under(self.it.cuda.wait))
+        self.step("under kernels", lambda: self.under(self.it.cuda.spin))
+
     def run(self, life):
         self.step("init", self.connect)
         if life == "socket":
@@ -634,11 +764,17 @@ class Steps:
             self.step("peer pointer", self.peer_pointer)
             self.step("put", self.puts)
             self.exchanges()
+            self.held_up()
             self.step("pre-mul-sum", self.pre_mul_sum)
             self.step("buffer", self.buffer)
             self.step("device comm", self.device_comm)
             self.step("put after it", self.puts)
             self.step("deregister", self.deregister)
+            self.step("destroy", self.destroy)
+        elif life == "queue":
+            self.step("put", self.puts)
+            self.exchanges()
+            self.held_up()
             self.step("destroy", self.destroy)
         elif life in ("left", "inner"):
             self.step("put", self.puts)
@@ -688,6 +824,8 @@ def environment(given, rank, folder, life):
         "NCCL_MNNVL_ENABLE": "0",
         "ONE_SIDED_FOLDER": folder,
     }
+    if life == "queue":
+        common["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     common.update(pair.split("=", 1) for pair in given.env)
     # NCCL has windows only where it may use P2P; between these ranks it cannot, since they are two hosts.
     without = ("NCCL_P2P_DISABLE",)

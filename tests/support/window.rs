@@ -33,6 +33,7 @@ struct StandIn {
     free: Symbol<unsafe extern "C" fn(u64)>,
     late: Symbol<unsafe extern "C" fn(c_int)>,
     fail: Symbol<unsafe extern "C" fn(c_int)>,
+    hold: Symbol<unsafe extern "C" fn(c_int)>,
     waiting: Symbol<unsafe extern "C" fn() -> c_int>,
     _library: Library,
 }
@@ -48,6 +49,7 @@ fn driver() -> &'static StandIn {
                 free: library.get(b"stand_in_free").expect("the stand-in's"),
                 late: library.get(b"stand_in_late").expect("the stand-in's"),
                 fail: library.get(b"stand_in_fail").expect("the stand-in's"),
+                hold: library.get(b"stand_in_hold").expect("the stand-in's"),
                 waiting: library.get(b"stand_in_waiting").expect("the stand-in's"),
                 _library: library,
             }
@@ -65,6 +67,12 @@ pub fn copies_are_late(queries: c_int) {
 pub fn copies_fail(after: c_int) {
     // SAFETY: as above.
     unsafe { (driver().fail)(after) }
+}
+
+/// Whether a stream of the application's waits, in the queue of all that have its priority.
+pub fn a_stream_waits(whether: bool) {
+    // SAFETY: as above.
+    unsafe { (driver().hold)(c_int::from(whether)) }
 }
 
 /// How many copies and signals have been given to the GPU and have not happened.

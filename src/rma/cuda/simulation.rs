@@ -6,6 +6,8 @@ use std::collections::{HashMap, VecDeque};
 
 use super::*;
 
+const GREATEST: c_int = -5;
+
 enum Op {
     Copy { to: usize, from: usize, size: usize },
     Write { to: usize, value: u64 },
@@ -128,7 +130,14 @@ unsafe extern "C" fn exchange_mode(_mode: *mut c_int) -> Code {
     0
 }
 
-unsafe extern "C" fn stream_create(stream: *mut *mut c_void, _flags: c_uint) -> Code {
+unsafe extern "C" fn priorities(least: *mut c_int, greatest: *mut c_int) -> Code {
+    // SAFETY: there is room for both answers.
+    unsafe { (*least, *greatest) = (0, GREATEST) };
+    0
+}
+
+unsafe extern "C" fn stream_create(stream: *mut *mut c_void, _flags: c_uint, priority: c_int) -> Code {
+    assert_eq!(priority, GREATEST);
     let name = with(|gpu| {
         let name = gpu.name();
         gpu.streams.insert(name, VecDeque::new());
@@ -224,6 +233,7 @@ pub(crate) fn driver() -> &'static Driver {
             push,
             pop,
             exchange_mode,
+            priorities,
             stream_create,
             stream_destroy,
             event_create,
