@@ -317,19 +317,52 @@ fn a_misspelt_variable_is_named_beside_the_right_one() {
     assert!(err(&output).contains("did you mean TOWLINE_STREAMS?"), "{}", err(&output));
 }
 
-/// On a terminal (that of util-linux's `script`) a line says how far it has come; elsewhere there is none.
+/// On a terminal a line says how far it has come; elsewhere there is none.
 #[test]
 fn progress_is_shown_on_a_terminal_only() {
     const ARGUMENTS: [&str; 9] = ["send-recv", "-b", "8", "-e", "8", "--repetitions", "2", "--time", "5"];
     let output = run(&ARGUMENTS);
     assert_exit(&output, 0);
     assert!(!err(&output).contains("measurement") && !out(&output).contains('\r'), "{}", err(&output));
-    let line = format!("{} {}", env!("CARGO_BIN_EXE_towline"), ARGUMENTS.join(" "));
+    let shown = on_terminal(&ARGUMENTS);
+    assert!(shown.contains("\r8 B: measurement 1 of 2"), "{shown}");
+}
+
+/// What a terminal (that of util-linux's `script`) is sent by a command that succeeds.
+fn on_terminal(arguments: &[&str]) -> String {
+    let line = format!("{} {}", env!("CARGO_BIN_EXE_towline"), arguments.join(" "));
     let mut script = Command::new("script");
     let script = script.args(["-qec", &line, "/dev/null"]).stdin(Stdio::null());
     let output = script.env("NCCL_CONF_FILE", "/nonexistent").output().expect("script, of util-linux");
     assert_exit(&output, 0);
-    assert!(out(&output).contains("\r8 B: measurement 1 of 2"), "{}", out(&output));
+    out(&output)
+}
+
+/// The commands that read traces say how far they are, which takes seconds for hundreds of megabytes.
+#[test]
+fn trace_commands_show_their_progress_on_a_terminal_only() {
+    let dir = tempfile::tempdir().expect("a directory for temporary files");
+    let mut command = towline(&["all-reduce", "-b", "8", "-e", "8", "-n", "1", "-w", "0"]);
+    command.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_DIR", dir.path());
+    assert_exit(&command.output().expect("towline starts"), 0);
+    let entries = fs::read_dir(dir.path()).expect("the directory is there");
+    let mut files: Vec<_> = entries.map(|entry| entry.expect("an entry").path().display().to_string()).collect();
+    files.retain(|file| file.ends_with(".pftrace"));
+    assert_eq!(files.len(), 2, "one for each rank");
+    let [picture, all] = ["a.svg", "all.pftrace"].map(|name| dir.path().join(name).display().to_string());
+    for (command, output, then) in [
+        ("report", None, "summing up"),
+        ("check", None, "checking"),
+        ("draw", Some(picture.as_str()), "drawing rank 0"),
+        ("merge", Some(all.as_str()), "writing: 100 %"),
+    ] {
+        let mut arguments = vec!["trace", command, files[0].as_str(), files[1].as_str()];
+        arguments.extend(output.iter().flat_map(|file| ["-o", *file]));
+        let shown = on_terminal(&arguments);
+        assert!(shown.contains("\rreading: 100 %") && shown.contains(&format!("\r{then}")), "{command}: {shown:?}");
+        let elsewhere = run(&arguments);
+        assert!(err(&elsewhere).is_empty() && !out(&elsewhere).contains('\r'), "{command}: {}", err(&elsewhere));
+    }
 }
 
 /// What is wrong with several options together is told with the usage of the subcommand.

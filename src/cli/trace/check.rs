@@ -8,21 +8,22 @@ use std::collections::HashMap;
 use super::Check;
 use super::load::load;
 use crate::cli::Verdict;
-use crate::cli::output::write_json;
+use crate::cli::output::{Output, write_json};
 use crate::os::error::Result;
 use crate::trace::event::{Body, state};
 use crate::trace::perfetto::read::Process;
 use crate::trace::rail::Rail;
 use serde_json::{Value, json};
 
-pub(super) fn run(args: &Check) -> Result<(String, Verdict)> {
+pub(super) fn run(args: &Check, output: &mut Output) -> Result<(String, Verdict)> {
     let mut text = String::new();
     let mut faults = Vec::new();
     let mut counts = Vec::new();
-    for (process, _) in load(&args.files)?.processes {
+    for (process, _) in load(&args.files, output)?.processes {
         let info = process.info.clone().unwrap_or_default();
-        let ledger = Ledger::of(&process);
         let name = format!("{} process {}", info.host, info.pid);
+        output.progress(|| format!("checking {name}"));
+        let ledger = Ledger::of(&process);
         text += &ledger.line(&name);
         counts.push(ledger.json(&info.host, info.pid));
         faults.extend(ledger.faults().into_iter().map(|fault| format!("{name}: {fault}")));

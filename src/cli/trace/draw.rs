@@ -7,6 +7,7 @@ use std::fmt::Write;
 
 use super::Draw;
 use super::load::load;
+use crate::cli::output::Output;
 use crate::os::error::{Error, Result};
 use crate::trace::event::{Body, Kind, Record};
 use crate::trace::rail::Rail;
@@ -28,9 +29,9 @@ struct Slice {
 /// The rows of one rank, in the order in which they are drawn.
 type Rows = BTreeMap<(u8, String), Vec<Slice>>;
 
-pub(super) fn run(args: &Draw) -> Result<String> {
+pub(super) fn run(args: &Draw, output: &mut Output) -> Result<String> {
     let mut ranks: Vec<(i32, Vec<Record>)> = Vec::new();
-    for (process, correction) in load(&args.files)?.processes {
+    for (process, correction) in load(&args.files, output)?.processes {
         let shift = |mut record: Record| {
             record.when = correction.apply(record.when);
             record
@@ -55,6 +56,7 @@ pub(super) fn run(args: &Draw) -> Result<String> {
     let mut window = (u64::MAX, 0);
     let mut drawn = Vec::new();
     for (rank, records) in &ranks {
+        output.progress(|| format!("drawing rank {rank}"));
         let Some(call) = nth(records) else { continue };
         let rows = rows_of(records, call);
         for slice in rows.values().flatten() {

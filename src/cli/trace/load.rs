@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::cli::output::Output;
 use crate::os::error::{Error, Result};
 use crate::trace::align::{Clock, Correction, align};
-use crate::trace::perfetto::read::{Process, read};
+use crate::trace::perfetto::read::{Process, read_telling};
 use crate::trace::summary::time;
 
 /// The processes of some files on one clock.
@@ -20,9 +21,40 @@ pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|error| Error::system(format!("reading {}", path.display()), &error))
 }
 
+/// Says how far a command has come with its files.
+pub(super) struct Share<'a> {
+    output: &'a mut Output,
+    doing: &'static str,
+    /// Bytes of all files, and of those that are done.
+    all: u64,
+    done: u64,
+    percent: Option<u64>,
+}
+
+impl<'a> Share<'a> {
+    pub(super) fn new(output: &'a mut Output, doing: &'static str, files: &[PathBuf]) -> Self {
+        let sizes = files.iter().filter_map(|path| std::fs::metadata(path).ok());
+        Self { output, doing, all: sizes.map(|file| file.len()).sum(), done: 0, percent: None }
+    }
+
+    /// So many bytes of the present file are done.
+    pub(super) fn at(&mut self, bytes: usize) {
+        let percent = ((self.done + bytes as u64) * 100).checked_div(self.all);
+        if percent != self.percent {
+            self.percent = percent;
+            self.output.progress(|| format!("{}: {} %", self.doing, percent.unwrap_or(0)));
+        }
+    }
+
+    /// A file of so many bytes is done.
+    pub(super) fn file_done(&mut self, bytes: usize) {
+        self.done += bytes as u64;
+    }
+}
+
 /// Reads all files, puts the parts of a process's trace together, and aligns the clocks.
-pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
-    let (mut parts, remarks) = read_all(files)?;
+pub(super) fn load(files: &[PathBuf], output: &mut Output) -> Result<Loaded> {
+    let (mut parts, remarks) = read_all(files, output)?;
     parts.sort_by_key(|part| part.turns);
     let mut processes: Vec<Process> = Vec::new();
     for part in parts {
@@ -39,16 +71,19 @@ pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
 }
 
 /// The same, each file's part for itself: in the order of the files and, in each, of appearance.
-pub(super) fn load_parts(files: &[PathBuf]) -> Result<Loaded> {
-    let (parts, remarks) = read_all(files)?;
+pub(super) fn load_parts(files: &[PathBuf], output: &mut Output) -> Result<Loaded> {
+    let (parts, remarks) = read_all(files, output)?;
     Ok(aligned(parts, remarks))
 }
 
-fn read_all(files: &[PathBuf]) -> Result<(Vec<Process>, Vec<String>)> {
+fn read_all(files: &[PathBuf], output: &mut Output) -> Result<(Vec<Process>, Vec<String>)> {
+    let mut share = Share::new(output, "reading", files);
     let mut processes = Vec::new();
     let mut remarks = Vec::new();
     for path in files {
-        let contents = read(&bytes_of(path)?);
+        let bytes = bytes_of(path)?;
+        let contents = read_telling(&bytes, |done| share.at(done));
+        share.file_done(bytes.len());
         if contents.cut > 0 {
             remarks.push(format!("{}: the last {} bytes are no whole packet", path.display(), contents.cut));
         }

@@ -10,7 +10,8 @@ use std::io::{BufWriter, Write};
 use prost::Message;
 
 use super::Merge;
-use super::load::{Loaded, bytes_of, load_parts};
+use super::load::{Loaded, Share, bytes_of, load_parts};
+use crate::cli::output::Output;
 use crate::os::error::{Error, Result};
 use crate::trace::align::Correction;
 use crate::trace::perfetto::WALL_OFFSET;
@@ -20,8 +21,8 @@ use crate::trace::perfetto::proto::TracePacket;
 /// `Trace.packet`.
 const PACKET_TAG: u32 = 1;
 
-pub(super) fn run(args: &Merge) -> Result<String> {
-    let Loaded { processes, remarks } = load_parts(&args.files)?;
+pub(super) fn run(args: &Merge, output: &mut Output) -> Result<String> {
+    let Loaded { processes, remarks } = load_parts(&args.files, output)?;
     // All times are on the first process's clock afterwards, so its distance from the wall clock holds for all.
     let wall_offset =
         processes.first().and_then(|(process, _)| process.info.as_ref()).map_or(0, |info| info.wall_offset);
@@ -29,13 +30,16 @@ pub(super) fn run(args: &Merge) -> Result<String> {
     let failed = |error: std::io::Error| Error::system(format!("writing {}", args.output.display()), &error);
     let mut out = BufWriter::new(File::create(&args.output).map_err(failed)?);
     let (mut count, mut process) = (0u64, 0usize);
+    let mut share = Share::new(output, "writing", &args.files);
     for path in &args.files {
         let bytes = bytes_of(path)?;
         // Sequences in order of appearance are processes in order of reading.
         let mut sequences: HashMap<u32, usize> = HashMap::new();
         // By sequence, the number under which the annotation is named.
         let mut wall_names: HashMap<u32, u64> = HashMap::new();
-        for mut packet in Packets::new(&bytes) {
+        let mut packets = Packets::new(&bytes);
+        while let Some(mut packet) = packets.next() {
+            share.at(bytes.len() - packets.left());
             let sequence = packet.trusted_packet_sequence_id.unwrap_or(0);
             let known = sequences.len();
             let index = process + *sequences.entry(sequence).or_insert(known);
@@ -53,6 +57,7 @@ pub(super) fn run(args: &Merge) -> Result<String> {
             count += 1;
         }
         process += sequences.len();
+        share.file_done(bytes.len());
     }
     out.flush().map_err(failed)?;
     let mut text = format!(
@@ -122,8 +127,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = vec![file(dir.path(), "a", 1, 0), file(dir.path(), "b", 2, 1000 * S)];
         let output = dir.path().join("all.pftrace");
-        run(&Merge { files, output: output.clone() }).unwrap();
-        let begins: Vec<u64> = load_parts(&[output])
+        run(&Merge { files, output: output.clone() }, &mut Output::new()).unwrap();
+        let begins: Vec<u64> = load_parts(&[output], &mut Output::new())
             .unwrap()
             .processes
             .iter()

@@ -19,7 +19,7 @@ use crate::os::error::Result;
 use clap::{Args, Subcommand};
 
 use super::Verdict;
-use super::output::{STDOUT, check_json, print};
+use super::output::{Output, STDOUT, check_json, print};
 
 /// Work with the profiler's trace files (TOWLINE_PROFILE=trace).
 #[derive(Debug, Args)]
@@ -113,12 +113,14 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
         Command::Merge(_) | Command::Draw(_) => None,
     };
     check_json(json)?;
+    let mut output = Output::new();
     let (text, verdict) = match &options.command {
-        Command::Merge(args) => (merge::run(args)?, Verdict::Good),
-        Command::Check(args) => check::run(args)?,
-        Command::Draw(args) => (draw::run(args)?, Verdict::Good),
-        Command::Report(args) => (report::run(args)?, Verdict::Good),
+        Command::Merge(args) => (merge::run(args, &mut output)?, Verdict::Good),
+        Command::Check(args) => check::run(args, &mut output)?,
+        Command::Draw(args) => (draw::run(args, &mut output)?, Verdict::Good),
+        Command::Report(args) => (report::run(args, &mut output)?, Verdict::Good),
     };
+    drop(output);
     if json != Some(Path::new(STDOUT)) {
         print(text);
     }

@@ -5,7 +5,7 @@ use super::slices::{Cutter, Sliced};
 use super::standing::{self, Standing};
 use super::stragglers::{self, Evidence};
 use super::{Report, json};
-use crate::cli::output::write_json;
+use crate::cli::output::{Output, write_json};
 use std::collections::BTreeMap;
 
 use crate::os::error::Result;
@@ -13,8 +13,8 @@ use crate::trace::align::Correction;
 use crate::trace::perfetto::read::Process;
 use crate::trace::summary::{self, Summary};
 
-pub(super) fn run(args: &Report) -> Result<String> {
-    let Loaded { processes, remarks } = load(&args.files)?;
+pub(super) fn run(args: &Report, output: &mut Output) -> Result<String> {
+    let Loaded { processes, remarks } = load(&args.files, output)?;
     let mut text = String::new();
     let mut evidence = Evidence::default();
     let mut figures = Vec::new();
@@ -22,10 +22,12 @@ pub(super) fn run(args: &Report) -> Result<String> {
     let time = run_time(&processes);
     for (process, correction) in processes {
         let info = process.info.clone().unwrap_or_default();
+        let name = format!("{} process {}", info.host, info.pid);
+        output.progress(|| format!("summing up {name}"));
         let (summary, sliced) = summarise(&process, &correction, time);
         figures.push(json::process(&info, &summary));
         if !args.brief {
-            text += &summary::render(&summary, &format!("{} process {}", info.host, info.pid));
+            text += &summary::render(&summary, &name);
             text.push('\n');
         }
         evidence.add(&info, &summary, &sliced, &correction);

@@ -214,6 +214,11 @@ impl<'a> Packets<'a> {
         Self { bytes, rest: 0 }
     }
 
+    /// Bytes of the packets that are still to come.
+    pub(crate) fn left(&self) -> usize {
+        self.bytes.len()
+    }
+
     /// After the last packet: bytes that are no whole packet.
     pub fn rest(&self) -> usize {
         self.rest

@@ -117,9 +117,15 @@ pub struct Contents {
 
 /// Reads a whole file.
 pub fn read(bytes: &[u8]) -> Contents {
+    read_telling(bytes, |_| {})
+}
+
+/// The same, and tells after each packet how many bytes are done.
+pub(crate) fn read_telling(bytes: &[u8], mut tell: impl FnMut(usize)) -> Contents {
     let mut sequences: Vec<(u32, Reader)> = Vec::new();
     let mut packets = Packets::new(bytes);
-    for packet in packets.by_ref() {
+    while let Some(packet) = packets.next() {
+        tell(bytes.len() - packets.left());
         let number = packet.trusted_packet_sequence_id.unwrap_or(0);
         let reader = match sequences.iter_mut().position(|(known, _)| *known == number) {
             Some(index) => &mut sequences[index].1,
