@@ -5,7 +5,7 @@
     .ci/packaging/inventory.py --sbom FILE      a CycloneDX 1.5 document
     .ci/packaging/inventory.py --licences FILE  the licence texts of all crates in the product
 
---check looks at every crate, those of tests and build scripts too. The SBOM and the licence texts hold the crates that are
+--check looks at every crate, those of tests, models, fuzz targets and build scripts too. The SBOM and the licence texts hold the crates that are
 linked into the product. Nothing but Python's standard library and cargo is needed.
 """
 
@@ -19,12 +19,15 @@ import sys
 import uuid
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Each with a lock file of its own.
+MANIFESTS = ["Cargo.toml", "tests/fuzz/Cargo.toml", "tests/models/Cargo.toml"]
 LICENCE_FILE = re.compile(r"^(licen[sc]e|copying|copyright|notice|unlicense)", re.IGNORECASE)
 
 
-def metadata(target):
+def metadata(target, manifest=MANIFESTS[0]):
     """What Cargo says of all crates for one target, all features on."""
-    command = ["cargo", "metadata", "--locked", "--format-version", "1", "--all-features", "--filter-platform", target]
+    command = ["cargo", "metadata", "--locked", "--format-version", "1", "--all-features", "--filter-platform", target,
+               "--manifest-path", manifest]
     return json.loads(subprocess.run(command, cwd=PROJECT, check=True, stdout=subprocess.PIPE).stdout)
 
 
@@ -121,7 +124,8 @@ def check():
     rust_version = re.search(r'^rust-version = "(.*)"$', project_file("Cargo.toml"), re.MULTILINE).group(1)
     packages = {}
     for target in listed(rules, "targets"):
-        packages.update((package["id"], package) for package in metadata(target)["packages"])
+        for manifest in MANIFESTS:
+            packages.update((package["id"], package) for package in metadata(target, manifest)["packages"])
     found = list(complaints(packages.values(), listed(rules, "allow"), rust_version))
     for line in found:
         print(f"inventory.py: {line}", file=sys.stderr)
