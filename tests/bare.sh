@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # The README's two commands, word for word, on bare systems made with debootstrap.
 #
-#   tests/bare.sh [--first] [--keep] [bookworm] [trixie] [-- ARGUMENTS]
+#   tests/bare.sh [--first] [--keep] [SUITE…] [-- ARGUMENTS]
 #
-# Without a name: both. `--first` leaves the second command (the tests) out. `--keep` keeps a system in which a command
-# failed, and says how to enter it. ARGUMENTS are added to the second command, as in `tests/bare.sh trixie -- --no-run`. Takes about 5 minutes for each system on two cores, and 25 more for the tests.
+# Without a suite: bookworm and trixie. `--first` leaves the second command (the tests) out. `--keep` keeps a system in which a command
+# failed, and says how to enter it. ARGUMENTS are added to the second command, as in `tests/bare.sh trixie -- --no-run`.
+# Takes about 5 minutes for each system on two cores, and 25 more for the tests.
 #
 # As root, on Debian or Ubuntu, with debootstrap, git and Rust under rustup. What is tested is the last commit. Rust comes
 # from this machine's rustup, without which a bare system has no Rust; crates and Debian's packages are downloaded. The
 # system sees this machine's processors, kernel and network; its processes and mounts end with it.
 #
-#   TOWLINE_BARE_DIR     where bare systems are kept to be copied (target/bare)
-#   TOWLINE_BARE_MIRROR  Debian's mirror (debootstrap's own choice)
+# TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR: see tests/support/bare_system.sh.
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -70,25 +70,12 @@ command_of() {
 first=$(command_of "a bare ")
 second=$(command_of "pass the tests")$arguments
 
-bare=${TOWLINE_BARE_DIR:-$project/target/bare}
-mkdir -p "$bare"
-root=
+. "$project/tests/support/bare_system.sh"
 trap '[ -z "$root" ] || rm -rf --one-file-system "$root"' EXIT
 trap 'exit 130' INT TERM
 
 for suite in "${suites[@]}"; do
-    if ! [ -e "$bare/$suite.tar" ]; then
-        echo "== $suite: making a bare system (after $SECONDS s)"
-        root=$(mktemp -d "$bare/$suite.XXXXXX")
-        debootstrap --variant=minbase "$suite" "$root" ${TOWLINE_BARE_MIRROR:+"$TOWLINE_BARE_MIRROR"} >"$bare/$suite.log" 2>&1 ||
-            fail "debootstrap of $suite failed: $bare/$suite.log"
-        tar -C "$root" -cf "$bare/$suite.tar.part" .
-        mv "$bare/$suite.tar.part" "$bare/$suite.tar"
-        rm -rf --one-file-system "$root"
-    fi
-    root=$(mktemp -d "$bare/$suite.XXXXXX")
-    tar -C "$root" -xf "$bare/$suite.tar"
-    chmod 755 "$root" # as the root directory of a system is
+    unpack_bare "$suite"
 
     # The way to the network, as this machine goes it: names, certificates, cargo's settings.
     cp -L /etc/resolv.conf /etc/hosts "$root/etc/"

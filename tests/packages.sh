@@ -2,13 +2,14 @@
 # Installs what .ci/packaging/build.sh has made, and uses each: `towline doctor`, `towline all-reduce`, and a C program that
 # opens the library by both of its names, as NCCL does.
 #
-#   tests/packages.sh [OUT] [SUITE…]      OUT is target/package/out unless given; suites: bookworm trixie
+#   tests/packages.sh [--wheel] [OUT] [SUITE…]    OUT is target/package/out unless given; suites: bookworm trixie
 #
 # The .deb, the archive and the .rpm (in a root of its own): in bare Debian systems, as tests/bare.sh makes them, without a network.
-# The wheel: with pip in a virtual environment of this machine. As root, on Debian or Ubuntu, with debootstrap, python3-venv
-# gcc and (for the .rpm) rpm. An artefact that is not in OUT, or whose tool is missing, is named at the end.
+# The wheel: with pip in a virtual environment of this machine; with --wheel it alone. As root, on Debian or Ubuntu, with
+# debootstrap, python3-venv, gcc and (for the .rpm) rpm; the wheel alone needs python3-venv and gcc only. An artefact that is
+# not in OUT, or whose tool is missing, is named at the end.
 #
-#   TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR   as for tests/bare.sh
+#   TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR   see tests/support/bare_system.sh
 #   BESIDE_WHEEL   what pip is to install beside the wheel, as nvidia-nccl-cu12 or torch: `towline doctor` must then find that
 #                  NCCL and name the interface that it would use
 set -euo pipefail
@@ -26,11 +27,19 @@ if [ "${1:-}" = --inside ]; then
     exec chroot "$root" env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin bash -euc "$3"
 fi
 
+wheel_only=
+[ "${1:-}" != --wheel ] || { wheel_only=1; shift; }
 out=$(realpath "${1:-$project/target/package/out}")
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- bookworm trixie
-[ "$(id -u)" = 0 ] || fail "root is needed, to make a system and enter it"
-for tool in debootstrap unshare python3 gcc; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
+tools=(python3 gcc)
+if [ -n "$wheel_only" ]; then
+    [ $# -eq 0 ] || fail "--wheel tries no systems: $*"
+else
+    [ $# -gt 0 ] || set -- bookworm trixie
+    [ "$(id -u)" = 0 ] || fail "root is needed, to make a system and enter it"
+    tools+=(debootstrap unshare)
+fi
+for tool in "${tools[@]}"; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
 (cd "$out" && sha256sum --quiet --check SHA256SUMS) || fail "$out is not what .ci/packaging/build.sh made: checksums differ"
 
 one() { # the single file in OUT that fits a pattern; nothing if there is none
@@ -58,15 +67,24 @@ run_from() {
     if [ -n "${opens:-}" ]; then "$opens"; fi
     unset LD_LIBRARY_PATH NCCL_NET
 }
+# The links of the documentation lead to what is there.
+documents_in() {
+    cd "$1"
+    find docs/running.md docs/examples/mpi.sh >/dev/null
+    for page in README.md docs/*.md docs/examples/*.md; do
+        grep -o "](\\([^)#:]*\\)[)#]" "$page" | sed "s/^](//; s/[)#]\$//" | while read -r link; do
+            [ -e "$(dirname "$page")/$link" ] || { echo "$1/$page: $link is not there"; exit 1; }
+        done
+    done
+    cd /
+}
 completions_in() {
     find "$1/bash-completion/completions/towline" "$1"/zsh/*/_towline "$1"/fish/vendor_completions.d/towline.fish >/dev/null
 }'
 
-bare=${TOWLINE_BARE_DIR:-$project/target/bare}
-mkdir -p "$bare"
+. "$project/tests/support/bare_system.sh"
 work=$(mktemp -d)
 opens=$work/opens
-root=
 trap 'rm -rf --one-file-system "$work" ${root:+"$root"}' EXIT
 trap 'exit 130' INT TERM
 
@@ -90,17 +108,7 @@ int main(void) {
 C
 
 for suite in "$@"; do
-    if ! [ -e "$bare/$suite.tar" ]; then
-        root=$(mktemp -d "$bare/$suite.XXXXXX")
-        debootstrap --variant=minbase "$suite" "$root" ${TOWLINE_BARE_MIRROR:+"$TOWLINE_BARE_MIRROR"} >"$bare/$suite.log" 2>&1 ||
-            fail "debootstrap of $suite failed: $bare/$suite.log"
-        tar -C "$root" -cf "$bare/$suite.tar.part" .
-        mv "$bare/$suite.tar.part" "$bare/$suite.tar"
-        rm -rf --one-file-system "$root"
-    fi
-    root=$(mktemp -d "$bare/$suite.XXXXXX")
-    tar -C "$root" -xf "$bare/$suite.tar"
-    chmod 755 "$root"
+    unpack_bare "$suite"
     script="opens=/root/opens; $use"
     cp "$opens" "$root/root/opens"
     if [ -n "$deb" ]; then
@@ -110,7 +118,7 @@ for suite in "$@"; do
         echo "== .deb"; dpkg -i /root/towline.deb >/dev/null
         run_from towline /usr/lib/towline
         find /usr/share/man/man1/towline-doctor.1.gz /usr/share/doc/towline/copyright >/dev/null || { grep -r share/man /etc/dpkg/dpkg.cfg.d; exit 1; }
-        completions_in /usr/share
+        completions_in /usr/share; documents_in /usr/share/doc/towline
         dpkg -r towline >/dev/null; ! [ -e /usr/lib/towline ] || { echo "dpkg -r leaves /usr/lib/towline"; exit 1; }'
         tried=$((tried + 1))
     fi
@@ -119,7 +127,7 @@ for suite in "$@"; do
         script+='
         echo "== archive"; tar -C /opt -xzf /root/towline.tar.gz
         run_from "$(echo /opt/towline-*/bin/towline)" "$(echo /opt/towline-*/lib/towline)"
-        completions_in "$(echo /opt/towline-*/share)"
+        completions_in "$(echo /opt/towline-*/share)"; documents_in "$(echo /opt/towline-*/share/doc/towline)"
         ln -s /opt/towline-*/bin/towline /usr/local/bin/towline
         run_from /usr/local/bin/towline "$(echo /opt/towline-*/lib/towline)"; rm /usr/local/bin/towline'
         tried=$((tried + 1))
@@ -129,7 +137,7 @@ for suite in "$@"; do
         rpm --root "$root/opt/rpm" --install --nodeps "$rpm"
         script+='
         echo "== .rpm"; run_from /opt/rpm/usr/bin/towline /opt/rpm/usr/lib/towline
-        find /opt/rpm/usr/share/man/man1/towline-doctor.1.gz >/dev/null; completions_in /opt/rpm/usr/share'
+        find /opt/rpm/usr/share/man/man1/towline-doctor.1.gz >/dev/null; completions_in /opt/rpm/usr/share; documents_in /opt/rpm/usr/share/doc/towline'
         tried=$((tried + 1))
     fi
     echo "==== $suite"
@@ -153,10 +161,14 @@ if [ -n "$wheel" ]; then
     tried=$((tried + 1))
 fi
 
-[ -n "$deb" ] || left_out+=(".deb: not in $out")
-[ -n "$archive" ] || left_out+=("archive: not in $out")
 [ -n "$wheel" ] || left_out+=("wheel: not in $out")
-if [ -z "$rpm" ]; then left_out+=(".rpm: not in $out"); elif ! command -v rpm >/dev/null; then left_out+=(".rpm: rpm is missing"); fi
+if [ -n "$wheel_only" ]; then
+    left_out+=("all but the wheel, as --wheel asks")
+else
+    [ -n "$deb" ] || left_out+=(".deb: not in $out")
+    [ -n "$archive" ] || left_out+=("archive: not in $out")
+    if [ -z "$rpm" ]; then left_out+=(".rpm: not in $out"); elif ! command -v rpm >/dev/null; then left_out+=(".rpm: rpm is missing"); fi
+fi
 [ $tried -gt 0 ] || fail "nothing to install in $out"
 for what in "${left_out[@]}"; do echo "packages.sh: LEFT OUT: $what"; done
 echo "packages.sh: $tried installations passed"

@@ -13,6 +13,7 @@ import zipfile
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(PROJECT, ".ci/packaging"))
 
+import docs  # noqa: E402
 import inventory  # noqa: E402
 import wheel  # noqa: E402
 
@@ -46,6 +47,34 @@ class Licences(unittest.TestCase):
             ]},
         }
         self.assertEqual([found["name"] for found in inventory.linked(data)], ["root", "used"])
+
+
+    def test_no_lock_file_is_left_out(self):
+        locks = subprocess.run(["git", "ls-files", "*Cargo.lock"], cwd=PROJECT, stdout=subprocess.PIPE, check=True, text=True).stdout.split()
+        self.assertEqual(sorted(inventory.MANIFESTS), sorted(lock.replace(".lock", ".toml") for lock in locks))
+
+
+class Documentation(unittest.TestCase):
+    def test_every_link_leads_to_what_is_carried_or_to_the_release(self):
+        with tempfile.TemporaryDirectory() as out:
+            docs.lay(out, "1.2.3")
+            release = f"{docs.repository()}/blob/v1.2.3/"
+            carried, elsewhere = 0, 0
+            for folder, _, names in os.walk(out):
+                for name in names:
+                    if not name.endswith(".md"):
+                        continue
+                    with open(os.path.join(folder, name), encoding="utf-8") as file:
+                        links = re.findall(r"\]\(([^)#]+)", file.read())
+                    for link in links:
+                        if link.startswith(release):
+                            elsewhere += 1
+                            self.assertTrue(os.path.exists(os.path.join(PROJECT, link[len(release):])), f"{name}: {link}")
+                        elif "://" not in link:
+                            carried += 1
+                            self.assertTrue(os.path.exists(os.path.join(folder, link)), f"{name}: {link}")
+            self.assertGreater(carried, 30)
+            self.assertGreater(elsewhere, 5)
 
 
 class Wheel(unittest.TestCase):

@@ -67,19 +67,19 @@ install -m 644 target/package/generated/completions/towline.bash "$root/share/ba
 install -m 644 target/package/generated/completions/_towline "$root/share/zsh/vendor-completions/_towline"
 install -m 644 target/package/generated/completions/towline.fish "$root/share/fish/vendor_completions.d/towline.fish"
 
-step "licences and SBOM"
-install -m 644 LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$doc/"
+step "documentation, licences and SBOM"
+python3 -B .ci/packaging/docs.py "$doc" "$version"
 python3 -B .ci/packaging/inventory.py --check --licences "$doc/THIRD-PARTY-LICENCES" --sbom "$out/towline-$version-$machine.cdx.json"
 
 step "archives"
 archive() {
     tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$SOURCE_DATE_EPOCH" -C "$2" \
-        --transform "s,^\.,towline-$version," -cf - . | gzip -9n >"$1"
+        --transform "s,^\.,towline-$version," -cf - . | gzip -n >"$1"
 }
 archive "$out/towline-$version-linux-$machine.tar.gz" "$root"
 archive "$out/towline-$version-linux-$machine-debug.tar.gz" "$debug"
 if git rev-parse --git-dir >/dev/null 2>&1; then
-    git archive --prefix="towline-$version/" HEAD | gzip -9n >"$out/towline-$version-source.tar.gz"
+    git archive --prefix="towline-$version/" HEAD | gzip -n >"$out/towline-$version-source.tar.gz"
 fi
 
 step "wheel"
