@@ -7,10 +7,11 @@ use std::fmt::Write;
 
 use super::Draw;
 use super::load::load;
+use super::stragglers::Place;
 use crate::cli::output::Output;
 use crate::os::error::{Error, Result};
 use crate::trace::event::{Body, Kind, Record};
-use crate::trace::rail::Rail;
+use crate::trace::rail::Links;
 use crate::trace::summary::{bytes, time};
 
 const WIDTH: f64 = 1180.0;
@@ -26,20 +27,37 @@ struct Slice {
     colour: &'static str,
 }
 
+/// A row's group, the peer in it, and its name.
+type Row = (u8, i32, String);
+
 /// The rows of one rank, in the order in which they are drawn.
-type Rows = BTreeMap<(u8, String), Vec<Slice>>;
+type Rows = BTreeMap<Row, Vec<Slice>>;
+
+/// A rank that is drawn.
+struct Rank {
+    number: i32,
+    place: Place,
+    records: Vec<Record>,
+    links: Links,
+}
 
 pub(super) fn run(args: &Draw, output: &mut Output) -> Result<String> {
-    let mut ranks: Vec<(i32, Vec<Record>)> = Vec::new();
+    let mut ranks: Vec<Rank> = Vec::new();
     for (process, correction) in load(&args.files, output)?.processes {
         let shift = |mut record: Record| {
             record.when = correction.apply(record.when);
             record
         };
-        let rank = process.comms.first().map_or(-1, |comm| comm.rank);
-        ranks.push((rank, process.records.into_iter().map(shift).collect()));
+        let info = process.info.unwrap_or_default();
+        let comm = process.comms.first().cloned().unwrap_or_default();
+        ranks.push(Rank {
+            number: comm.rank,
+            place: Place { host: info.host, gpu: comm.gpu, global: info.rank },
+            records: process.records.into_iter().map(shift).collect(),
+            links: process.links,
+        });
     }
-    ranks.sort_by_key(|(rank, _)| *rank);
+    ranks.sort_by_key(|rank| rank.number);
     // Unless one is named: the middle one of the largest.
     let counts = |records: &[Record]| -> Vec<(u64, u64)> {
         let calls = records.iter().filter_map(|record| match record.body {
@@ -48,21 +66,21 @@ pub(super) fn run(args: &Draw, output: &mut Output) -> Result<String> {
         });
         calls.collect()
     };
-    let first = ranks.first().map(|(_, records)| counts(records)).unwrap_or_default();
+    let first = ranks.first().map(|rank| counts(&rank.records)).unwrap_or_default();
     let most = first.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest: Vec<usize> = (0..first.len()).filter(|&index| first[index].1 == most).collect();
     let wanted = args.collective.or_else(|| largest.get(largest.len() / 2).copied()).unwrap_or(0);
     let nth = |records: &[Record]| counts(records).get(wanted).map(|(id, _)| *id);
     let mut window = (u64::MAX, 0);
     let mut drawn = Vec::new();
-    for (rank, records) in &ranks {
-        output.progress(|| format!("drawing rank {rank}"));
-        let Some(call) = nth(records) else { continue };
-        let rows = rows_of(records, call);
+    for rank in &ranks {
+        output.progress(|| format!("drawing rank {}", rank.number));
+        let Some(call) = nth(&rank.records) else { continue };
+        let rows = rows_of(rank, call);
         for slice in rows.values().flatten() {
             window = (window.0.min(slice.from), window.1.max(slice.to));
         }
-        drawn.push((format!("rank {rank}"), rows));
+        drawn.push((rank.place.name(rank.number), rows));
     }
     if drawn.is_empty() {
         return Err(Error::argument(format!("there is no collective number {wanted} in these traces")));
@@ -74,33 +92,36 @@ pub(super) fn run(args: &Draw, output: &mut Output) -> Result<String> {
 }
 
 /// What belongs to a collective: itself, the steps of its operations, their network events.
-fn rows_of(records: &[Record], call: u64) -> Rows {
+fn rows_of(rank: &Rank, call: u64) -> Rows {
+    let records = &rank.records;
+    let own: Row = (0, 0, "call".into());
     let mut rows = Rows::new();
     let stops: HashMap<u64, u64> =
         records.iter().filter(|record| record.body == Body::Stop).map(|record| (record.id, record.when)).collect();
-    let mut family: HashMap<u64, String> = HashMap::from([(call, String::new())]);
+    // Of the collective, its operations and their steps: the peer, and whether it is sent to.
+    let mut family: HashMap<u64, Option<(i32, bool)>> = HashMap::from([(call, None)]);
     for record in records {
         let Some(kind) = record.body.kind() else { continue };
         let Some(&to) = stops.get(&record.id) else { continue };
         let of_call = record.id == call;
-        let Some(parent) = family.get(&record.parent).cloned().or(of_call.then(String::new)) else { continue };
+        let Some(parent) = family.get(&record.parent).copied().or(of_call.then_some(None)) else { continue };
         let (row, label, colour) = match (&record.body, kind) {
-            (Body::Coll(coll), _) => ((0, "call".to_owned()), coll.func.text().to_owned(), "#bbbbbb"),
+            (Body::Coll(coll), _) => (own.clone(), coll.func.text().to_owned(), "#bbbbbb"),
             (Body::ProxyOp(op), _) => {
-                let way = if op.send { "send to" } else { "receive from" };
-                family.insert(record.id, format!("{way} {}", op.peer));
+                family.insert(record.id, Some((op.peer, op.send)));
                 continue;
             }
             (_, Kind::ProxyStep) => {
-                family.insert(record.id, parent.clone());
-                let order = if parent.starts_with("send") { 1 } else { 3 };
-                ((order, parent), "step".to_owned(), "#dddddd")
+                let Some((peer, send)) = parent else { continue };
+                family.insert(record.id, parent);
+                let (order, way) = if send { (1, "send to") } else { (3, "receive from") };
+                ((order, peer, format!("{way} {peer}")), "step".to_owned(), "#dddddd")
             }
             (body, Kind::NetPlugin) => {
-                let Some((rail, send, length)) = Rail::of(body) else { continue };
-                let number = if let Rail::Number(number) = rail { usize::from(number) } else { 0 };
-                let order = if send { 2 } else { 4 };
-                ((order, format!("{} {}", rail.name(), if send { "out" } else { "in" })), bytes(length), colour(number))
+                let Some((rail, send, length)) = rank.links.rail(body) else { continue };
+                let number = if let Body::NetTowline(part) = body { usize::from(part.rail) } else { 0 };
+                let (order, way) = if send { (2, "out") } else { (4, "in") };
+                ((order, 0, format!("{} {way}", rail.name())), bytes(length), colour(number))
             }
             _ => continue,
         };
@@ -108,7 +129,7 @@ fn rows_of(records: &[Record], call: u64) -> Rows {
     }
     // A collective's own slice reaches to its last child.
     let last = rows.values().flatten().map(|slice| slice.to).max().unwrap_or(0);
-    if let Some(own) = rows.get_mut(&(0, "call".to_owned())).and_then(|slices| slices.first_mut()) {
+    if let Some(own) = rows.get_mut(&own).and_then(|slices| slices.first_mut()) {
         own.to = own.to.max(last);
     }
     rows
@@ -124,7 +145,8 @@ fn svg(ranks: &[(String, Rows)], (from, to): (u64, u64)) -> String {
     let mut y = 24.0;
     for (title, rows) in ranks {
         let _ = writeln!(body, r#"<text x="8" y="{:.0}" font-weight="bold">{}</text>"#, y + 10.0, escape(title));
-        for ((_, name), slices) in rows {
+        y += LANE;
+        for ((_, _, name), slices) in rows {
             let lanes = lanes(slices);
             let height = lanes.iter().max().map_or(1, |lane| lane + 1) as f64 * LANE;
             let _ = writeln!(body, r#"<text x="60" y="{:.0}">{}</text>"#, y + 10.0, escape(name));
@@ -191,26 +213,35 @@ mod tests {
     }
 
     #[test]
-    fn only_what_belongs_to_the_collective_is_drawn() {
+    fn only_what_belongs_to_the_collective_is_drawn_peer_by_peer() {
         use crate::trace::event::{Coll, NetPart, ProxyOp};
         let record = |when, id, parent, body| Record { when, id, parent, context: 0, rank: 0, thread: 0, body };
-        let part = |length| Body::NetTowline(NetPart { length, send: true, rail: 1, ..NetPart::default() });
-        let records = [
+        let part = |link, length| Body::NetTowline(NetPart { link, length, send: true, rail: 1, ..NetPart::default() });
+        let operation = |peer| Body::ProxyOp(ProxyOp { send: true, peer, ..ProxyOp::default() });
+        let records = vec![
             record(1, 1, 0, Body::Coll(Coll::default())),
             record(2, 1, 0, Body::Stop),
-            record(3, 2, 1, Body::ProxyOp(ProxyOp { send: true, peer: 5, ..ProxyOp::default() })),
+            record(3, 2, 1, operation(10)),
+            record(3, 12, 1, operation(5)),
             record(4, 3, 2, Body::ProxyStep { step: 0 }),
-            record(5, 4, 3, part(77)),
-            record(6, 9, 8, part(88)),
+            record(4, 13, 12, Body::ProxyStep { step: 0 }),
+            record(5, 4, 3, part(7, 77)),
+            record(5, 14, 13, part(8, 66)),
+            record(6, 9, 8, part(7, 88)),
             record(7, 4, 0, Body::Stop),
+            record(7, 14, 0, Body::Stop),
             record(8, 9, 0, Body::Stop),
+            record(8, 13, 0, Body::Stop),
             record(9, 3, 0, Body::Stop),
             record(9, 2, 0, Body::Stop),
+            record(9, 12, 0, Body::Stop),
         ];
-        let rows = rows_of(&records, 1);
-        let names: Vec<_> = rows.keys().map(|(_, name)| name.as_str()).collect();
-        assert_eq!(names, ["call", "send to 5", "rail 1 out"]);
-        assert_eq!(rows[&(0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
+        let mut links = Links::default();
+        links.learn(7, true, vec!["eth0".into(), "eth1".into()], "node2");
+        let rows = rows_of(&Rank { number: 0, place: Place::default(), records, links }, 1);
+        let names: Vec<_> = rows.keys().map(|(_, _, name)| name.as_str()).collect();
+        assert_eq!(names, ["call", "send to 5", "send to 10", "eth1 out", "rail 1 out"]);
+        assert_eq!(rows[&(0, 0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
         let picture = svg(&[("rank <0>".to_owned(), rows)], (1, 9));
         assert!(picture.contains("rank &lt;0>") && picture.contains("77 B") && !picture.contains("88 B"), "{picture}");
     }

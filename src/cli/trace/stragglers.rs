@@ -60,12 +60,22 @@ pub(super) struct Evidence {
 
 /// Where a rank runs.
 #[derive(Default)]
-struct Place {
-    host: String,
+pub(super) struct Place {
+    pub(super) host: String,
     /// Empty when unknown.
-    gpu: String,
+    pub(super) gpu: String,
     /// Its rank in the job, if that is known.
-    global: Option<i32>,
+    pub(super) global: Option<i32>,
+}
+
+impl Place {
+    /// The rank, with where it runs and its rank in the job where that is another one.
+    pub(super) fn name(&self, rank: i32) -> String {
+        let Self { host, gpu, global } = self;
+        let gpu = if gpu.is_empty() { String::new() } else { format!(", GPU {gpu}") };
+        let global = global.filter(|&global| global != rank);
+        format!("rank {rank} ({host}{gpu}{})", global.map_or_else(String::new, |rank| format!(", global rank {rank}")))
+    }
 }
 
 /// When the ranks came to a collective.
@@ -165,10 +175,7 @@ pub(super) fn render(findings: &[Findings]) -> String {
 
 impl Comm {
     fn name_of(&self, rank: i32) -> String {
-        let Some(Place { host, gpu, global }) = self.places.get(&rank) else { return format!("rank {rank}") };
-        let gpu = if gpu.is_empty() { String::new() } else { format!(", GPU {gpu}") };
-        let global = global.filter(|&global| global != rank);
-        format!("rank {rank} ({host}{gpu}{})", global.map_or_else(String::new, |rank| format!(", global rank {rank}")))
+        self.places.get(&rank).map_or_else(|| format!("rank {rank}"), |place| place.name(rank))
     }
 
     /// The ranks that come to collectives after the others, by their hosts' clocks: one, or else several by turns.
