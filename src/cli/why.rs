@@ -69,7 +69,7 @@ impl Answer {
         let mut job = Job::default();
         for process in processes {
             let state = &process.state;
-            let place = Whereabouts { host: state.host.clone(), pid: state.pid, rank: state.rank };
+            let place = Whereabouts { host: state.host.clone(), pid: state.pid, stamp: 0, rank: state.rank };
             for comm in &state.communicators {
                 let info = comm.info();
                 if comms.contains(&info.id) {
@@ -77,9 +77,7 @@ impl Answer {
                 }
             }
         }
-        let mut findings = job.findings();
-        // The one that most ranks wait in first.
-        findings.sort_by_key(|finding| std::cmp::Reverse(finding.comm.members.len()));
+        let findings = job.findings();
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
         Self { findings, alive, communicators: comms.len(), remarks: found.notes }
     }
@@ -138,14 +136,15 @@ impl Answer {
 }
 
 fn finding(found: &Finding) -> Value {
-    let named = found.verdict.named().into_iter().map(|rank| {
-        let member = found.comm.members.get(&rank);
+    let named = found.named().into_iter().map(|named| {
+        let member = named.member.as_ref();
         json!({
-            "rank": rank,
+            "rank": named.rank,
             "host": member.map(|it| &it.host),
             "process": member.map(|it| it.pid),
             "gpu": member.map(|it| &it.gpu).filter(|gpu| !gpu.is_empty()),
             "global_rank": member.and_then(|it| it.global),
+            "interfaces": named.interfaces,
         })
     });
     let waiting = found.verdict.waiting.as_ref();
@@ -157,7 +156,9 @@ fn finding(found: &Finding) -> Value {
         "call": waiting.map(|it| name_of_call(it.key)),
         "waiting": waiting.map(|it| &it.ranks),
         "for_ns": waiting.map(|it| it.for_ns),
+        "victims": found.victims,
         "unseen": found.verdict.unseen,
+        "with_gaps": found.verdict.gaps,
     })
 }
 
@@ -168,10 +169,69 @@ fn told(process: &Process, told: Told, now: u64) -> Told {
         heard: Some(process.heard),
         exited: process.state.exited.then_some(process.heard),
         routes: routes.collect(),
+        gaps: process.state.gaps(|when| process.time(when), now),
         ..told
     }
 }
 
 fn count(number: usize, one: &str, several: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { several })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::live::network::Connection;
+    use crate::trace::live::{CallState, CommState, State, WaitState};
+
+    #[test]
+    fn json_names_the_host_the_gpu_and_the_interface() {
+        let now = clock::now();
+        let since = now - 8_000_000_000;
+        let process = |rank: i32, on: &str, interfaces: [&str; 2]| {
+            let call = CallState {
+                func: "AllReduce".into(),
+                seq: 0,
+                peer: None,
+                count: 8,
+                datatype: "ncclInt8".into(),
+                root: 0,
+                entered: since,
+                open: true,
+            };
+            let wait = WaitState { peer: 1 - rank, on: on.into(), since };
+            let comm = CommState {
+                id: "77".into(),
+                rank,
+                ranks: 2,
+                gpu: format!("{rank} at 0000:3b:00.0"),
+                calls: vec![call],
+                waits: vec![wait],
+                ..CommState::default()
+            };
+            let connection = |send, name: &str| Connection {
+                send,
+                peer: format!("node{}:{}", 1 - rank, 101 - rank),
+                interfaces: vec![name.into()],
+                ..Connection::default()
+            };
+            let connections = vec![connection(true, interfaces[0]), connection(false, interfaces[1])];
+            let (host, pid) = (format!("node{rank}"), 100 + rank);
+            Process::here(State {
+                host,
+                pid,
+                rank: Some(rank + 8),
+                now,
+                communicators: vec![comm],
+                connections,
+                ..State::default()
+            })
+        };
+        let processes = vec![process(0, "network", ["eth0", "eth1"]), process(1, "data", ["eth2", "eth3"])];
+        let json = Answer::of(Found { processes, notes: Vec::new() }).json();
+        let named = json!([{
+            "rank": 0, "host": "node0", "process": 100, "gpu": "0 at 0000:3b:00.0", "global_rank": 8, "interfaces": ["eth0"],
+        }]);
+        assert_eq!((&json["findings"][0]["named"], &json["findings"][0]["victims"]), (&named, &json!(1)), "{json}");
+    }
 }

@@ -33,6 +33,14 @@ impl Drops {
         let starts: u64 = self.starts.iter().map(|count| count.load(Ordering::Relaxed)).sum();
         starts + self.states.load(Ordering::Relaxed) + self.stops.load(Ordering::Relaxed)
     }
+
+    /// By what they would have told: that calls were entered, that something ended, what is waited for.
+    pub(super) fn by_meaning(&self) -> [u64; 3] {
+        let of = |kinds: &[Kind]| kinds.iter().map(|&kind| self.starts[kind as usize].load(Ordering::Relaxed)).sum();
+        let calls: u64 = of(&[Kind::Coll, Kind::P2p, Kind::CeColl]);
+        let transfers: u64 = of(&[Kind::ProxyOp, Kind::ProxyStep]);
+        [calls, self.stops.load(Ordering::Relaxed), transfers + self.states.load(Ordering::Relaxed)]
+    }
 }
 
 /// The process's profiler.

@@ -3,13 +3,13 @@
 //! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
 //! stopped and its last operation has ended: NCCL's own stop says only that it is enqueued.
 //!
-//! Its size is bounded: by [`Tracker::new`]'s number of calls per communicator, and by 65,536 operations and steps.
+//! Its size is bounded: by [`Tracker::new`]'s number of collectives and of transfers per communicator, and by 65,536 operations and steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::{Body, CommInfo, Record, state};
 use super::hash::QuickMap;
-use super::verdict::{Arguments, Call, Key, On, Wait};
+use super::verdict::{Arguments, Call, Exchanged, Key, On, RECV, SEND, Wait};
 
 /// Operations, and steps, that are followed at once; beyond, something loses its stops.
 const OPEN: usize = 1 << 16;
@@ -26,6 +26,34 @@ struct Followed {
     children: u32,
 }
 
+/// The last calls of one kind.
+#[derive(Debug, Default)]
+struct Last {
+    /// By their running number; the oldest that are complete are forgotten.
+    calls: BTreeMap<u64, Followed>,
+    /// How many there have been.
+    made: u64,
+}
+
+impl Last {
+    /// Adds a call. Returns its number, and the event of the one that is forgotten for it.
+    fn enter(&mut self, id: u64, call: Call, kept: usize) -> (u64, Option<u64>) {
+        let number = self.made;
+        self.calls.insert(number, Followed { id, call, stopped: false, children: 0 });
+        self.made += 1;
+        if self.calls.len() <= kept {
+            return (number, None);
+        }
+        let complete = self.calls.iter().find(|(_, followed)| !followed.call.open).map(|(&number, _)| number);
+        let oldest = complete.or_else(|| self.calls.keys().next().copied());
+        (number, oldest.and_then(|number| self.calls.remove(&number)).map(|followed| followed.id))
+    }
+
+    fn calls(&self) -> impl DoubleEndedIterator<Item = &Call> {
+        self.calls.values().map(|followed| &followed.call)
+    }
+}
+
 /// A communicator of this process.
 #[derive(Debug, Default)]
 pub(crate) struct Comm {
@@ -33,16 +61,31 @@ pub(crate) struct Comm {
     pub info: CommInfo,
     /// When it ended.
     pub ended: Option<u64>,
-    /// By their running number; the oldest that are complete are forgotten.
-    calls: BTreeMap<u64, Followed>,
-    /// How many calls there have been.
-    pub made: u64,
+    collectives: Last,
+    /// Sends and receives: there may be so many that collectives would be forgotten for them.
+    transfers: Last,
+    /// How many of these there have been with each peer.
+    pub exchanged: Exchanged,
 }
 
 impl Comm {
-    /// The last calls, in the order in which they were entered.
+    /// The last collectives, in the order in which they were entered.
     pub(crate) fn calls(&self) -> impl DoubleEndedIterator<Item = &Call> {
-        self.calls.values().map(|followed| &followed.call)
+        self.collectives.calls()
+    }
+
+    /// The last sends and receives, as above.
+    pub(crate) fn transfers(&self) -> impl DoubleEndedIterator<Item = &Call> {
+        self.transfers.calls()
+    }
+
+    /// How many collectives there have been.
+    pub(crate) fn made(&self) -> u64 {
+        self.collectives.made
+    }
+
+    fn last(&mut self, is_transfer: bool) -> &mut Last {
+        if is_transfer { &mut self.transfers } else { &mut self.collectives }
     }
 }
 
@@ -70,8 +113,8 @@ struct Step {
 #[derive(Debug)]
 pub(crate) struct Tracker {
     comms: BTreeMap<u64, Comm>,
-    /// By event: a call's communicator and its running number there.
-    calls: QuickMap<u64, (u64, u64)>,
+    /// By event: a call's communicator, whether it is a transfer, and its running number there.
+    calls: QuickMap<u64, (u64, bool, u64)>,
     operations: QuickMap<u64, Operation>,
     steps: QuickMap<u64, Step>,
     /// The number of calls that are remembered per communicator.
@@ -79,7 +122,7 @@ pub(crate) struct Tracker {
 }
 
 impl Tracker {
-    /// Remembers `kept` calls of each communicator.
+    /// Remembers `kept` collectives, and as many sends and receives, of each communicator.
     pub(crate) fn new(kept: usize) -> Self {
         Self {
             comms: BTreeMap::new(),
@@ -140,11 +183,24 @@ impl Tracker {
         match record.body {
             Body::Coll(coll) => {
                 let arguments = Arguments { count: coll.count, datatype: coll.datatype, root: coll.root };
-                self.enter(record, Key { func: coll.func, seq: coll.seq }, arguments);
+                self.enter(record, Key::collective(coll.func, coll.seq), arguments);
             }
             Body::CeColl(coll) => {
                 let arguments = Arguments { count: coll.count, datatype: coll.datatype, root: coll.root };
-                self.enter(record, Key { func: coll.func, seq: coll.seq }, arguments);
+                self.enter(record, Key::collective(coll.func, coll.seq), arguments);
+            }
+            Body::P2p(p2p) => {
+                let send = match p2p.func.text() {
+                    SEND => true,
+                    RECV => false,
+                    _ => return,
+                };
+                let comm = self.comms.entry(record.context).or_default();
+                let (sends, receives) = comm.exchanged.entry(p2p.peer).or_default();
+                let count = if send { sends } else { receives };
+                *count += 1;
+                let key = Key::transfer(p2p.func, *count - 1, p2p.peer);
+                self.enter(record, key, Arguments { count: p2p.count, datatype: p2p.datatype, root: 0 });
             }
             Body::ProxyOp(op) if self.operations.len() < OPEN => {
                 let operation = Operation { context: record.context, parent: record.parent, peer: op.peer };
@@ -178,23 +234,18 @@ impl Tracker {
     }
 
     fn enter(&mut self, record: &Record, key: Key, arguments: Arguments) {
-        let comm = self.comms.entry(record.context).or_default();
+        let is_transfer = key.peer.is_some();
+        let last = self.comms.entry(record.context).or_default().last(is_transfer);
         let call = Call { key, arguments, entered: record.when, open: true };
-        comm.calls.insert(comm.made, Followed { id: record.id, call, stopped: false, children: 0 });
-        self.calls.insert(record.id, (record.context, comm.made));
-        comm.made += 1;
-        if comm.calls.len() > self.kept {
-            let complete = comm.calls.iter().find(|(_, followed)| !followed.call.open).map(|(&number, _)| number);
-            let oldest = complete.or_else(|| comm.calls.keys().next().copied());
-            if let Some(followed) = oldest.and_then(|number| comm.calls.remove(&number)) {
-                self.calls.remove(&followed.id);
-            }
-        }
+        let (number, forgotten) = last.enter(record.id, call, self.kept);
+        self.calls.insert(record.id, (record.context, is_transfer, number));
+        forgotten.map(|id| self.calls.remove(&id));
     }
 
     fn with_call(&mut self, id: u64, change: impl FnOnce(&mut Followed)) {
-        if let Some((context, number)) = self.calls.get(&id)
-            && let Some(followed) = self.comms.get_mut(context).and_then(|comm| comm.calls.get_mut(number))
+        if let Some(&(context, is_transfer, number)) = self.calls.get(&id)
+            && let Some(comm) = self.comms.get_mut(&context)
+            && let Some(followed) = comm.last(is_transfer).calls.get_mut(&number)
         {
             change(followed);
             followed.call.open = !followed.stopped || followed.children > 0;

@@ -21,7 +21,7 @@ use super::claim::{claim, is_older};
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
 use super::live::network::{Connections, Network};
-use super::live::{self, State, place};
+use super::live::{self, GapState, State, place};
 use super::metrics::{self, Labels};
 use super::names::Name;
 use super::perfetto::file::TraceFile;
@@ -33,7 +33,7 @@ use super::say::{Level, host, say};
 use super::service::{self, Service};
 use super::summary::{self, Summary};
 use super::tracker::{Comm, Tracker};
-use super::verdict::{Job, Key, Route, Told, Whereabouts};
+use super::verdict::{Call, Job, Key, Route, Told, Whereabouts};
 
 /// Between two looks into the ring.
 const ROUND: Duration = Duration::from_millis(4);
@@ -53,6 +53,9 @@ struct Status {
     network: Network,
     beat: u64,
     boot: u64,
+    /// By what they would have told: how many events have found no room, and when that number last grew.
+    drops: [u64; 3],
+    gaps: [Option<u64>; 3],
     /// When to look next for calls that are stuck, and those that the user was told of.
     update_due: Instant,
     told: HashSet<(u64, Key)>,
@@ -65,6 +68,8 @@ impl Status {
             network: Network::default(),
             beat: 0,
             boot: place::boot(),
+            drops: [0; 3],
+            gaps: [None; 3],
             update_due: Instant::now(),
             told: HashSet::new(),
         }
@@ -298,6 +303,7 @@ impl Writer {
             exited,
             socket: service::control().map(|path| path.display().to_string()),
             dropped: self.profiler.drops.total(),
+            gaps: Some(status.gaps()),
             communicators: live::communicators(&status.tracker, kept),
             interfaces,
             connections,
@@ -387,6 +393,9 @@ impl Writer {
             }
         }
         self.drops_told = dropped;
+        if let Some(status) = &mut self.status {
+            status.note_drops(self.profiler.drops.by_meaning());
+        }
         for (context, when) in over {
             let when = self.timeline.nanoseconds(when);
             self.summary.comm_ends(context, when);
@@ -429,7 +438,7 @@ impl Writer {
             for (context, comm) in status.tracker.comms() {
                 let Some(known) = self.summary.comms.get(context) else { continue };
                 let group = groups.entry(known.group.clone()).or_default();
-                group.made += comm.made;
+                group.made += comm.made();
                 let open = comm.calls().filter(|call| call.open && comm.ended.is_none());
                 let oldest = open.map(|call| now.saturating_sub(call.entered)).max().unwrap_or(0);
                 group.oldest_open = group.oldest_open.max(oldest as f64 / 1e9);
@@ -513,25 +522,47 @@ impl Writer {
 }
 
 impl Status {
+    /// So many events have found no room by now.
+    fn note_drops(&mut self, drops: [u64; 3]) {
+        for ((now, before), gap) in drops.into_iter().zip(&mut self.drops).zip(&mut self.gaps) {
+            if std::mem::replace(before, now) != now {
+                *gap = Some(clock::now());
+            }
+        }
+    }
+
+    fn gaps(&self) -> GapState {
+        let [calls, ends, waits] = self.gaps;
+        GapState { calls, ends, waits }
+    }
+
     /// Tells the user, once of each, of calls that are open for longer than `after`, as far as this process knows what they
     /// wait for.
     fn warn_of_what_is_stuck(&mut self, after: u64, rank: Option<i32>, connections: Connections) {
         let now = clock::now();
         self.tracker.forget(now);
-        let stuck = |comm: &Comm| comm.calls().any(|call| call.open && now.saturating_sub(call.entered) >= after);
+        let is_stuck = |call: &Call| call.open && now.saturating_sub(call.entered) >= after;
+        let stuck = |comm: &Comm| comm.calls().chain(comm.transfers()).any(is_stuck);
         if !self.tracker.comms().values().any(|comm| comm.ended.is_none() && stuck(comm)) {
             return;
         }
         let routes: Vec<Route> = connections().into_iter().map(|it| it.route(now)).collect();
-        let place = Whereabouts { host: host(), pid: std::process::id() as i32, rank };
+        let place = Whereabouts { host: host(), pid: std::process::id() as i32, stamp: 0, rank };
         let mut waits = self.tracker.waits();
         let mut job = Job::default();
         for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
             // The other ranks' processes are not asked here.
             let info = CommInfo { ranks: 0, ..comm.info.clone() };
-            let calls = comm.calls().copied().collect();
-            let waits = waits.remove(context).unwrap_or_default();
-            job.add(&place, &info, Told { calls, waits, until: now, routes: routes.clone(), ..Told::default() });
+            let told = Told {
+                calls: comm.calls().copied().collect(),
+                transfers: comm.transfers().copied().collect(),
+                exchanged: comm.exchanged.clone(),
+                waits: waits.remove(context).unwrap_or_default(),
+                until: now,
+                routes: routes.clone(),
+                ..Told::default()
+            };
+            job.add(&place, &info, told);
         }
         for finding in job.findings() {
             if let Some(waiting) = &finding.verdict.waiting

@@ -354,10 +354,11 @@ impl Host {
                             (c.seqNumber, c.func, c.count, c.datatype, c.algo, c.proto) = (seq, 4, count, 7, 1, 2);
                             d.parentObj = group;
                         }
-                        Event::P2p { group, count, peer, .. } => {
+                        Event::P2p { group, func, count, peer, .. } => {
                             // SAFETY: zeroed plain data.
                             let p = unsafe { &mut d.u.p2p };
-                            (p.commHash, p.func, p.count, p.datatype, p.peer) = (comm.id, 6, count, 7, peer);
+                            let func = if func == c"Send" { 6 } else { 7 };
+                            (p.commHash, p.func, p.count, p.datatype, p.peer) = (comm.id, func, count, 7, peer);
                             d.parentObj = group;
                         }
                         _ => fill_proxy!(d, event),

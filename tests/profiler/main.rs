@@ -49,6 +49,7 @@ fn scenario() {
         ("fork", _) => lifetimes::play_fork(),
         ("job", args) => merge::play(args),
         ("stuck", args) => why::play(args),
+        ("several", args) => why::play_several(args),
         ("metrics", _) => dashboard::play(),
         ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),

@@ -1,5 +1,6 @@
 //! `towline why` beside jobs that stand still: which rank it names, and that it names none in a healthy one.
 
+use std::ffi::c_void;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
@@ -43,7 +44,7 @@ enum Odd {
 
 const ALL: [(Odd, &str, &str); RANKS.len()] = [
     (Odd::DoesNotEnter, "stay", "has not entered it: its last call was AllReduce #2"),
-    (Odd::OtherCount, "count", "called it with 99 "),
+    (Odd::OtherCount, "count", "called AllReduce #3 with 99 "),
     (Odd::OtherFunction, "function", "is in AllGather #0 instead"),
     (Odd::SendHangs, "send", "a send of rank 1 ("),
     (Odd::GpuHangs, "gpu", "has waited for its own GPU"),
@@ -52,14 +53,17 @@ const ALL: [(Odd, &str, &str); RANKS.len()] = [
     (Odd::IsKilled, "wait", "has given no sign of life"),
 ];
 
-/// A rank: its number, how many there are, and what it does in the stuck call.
+/// The version of the profiler's interface where it does not matter.
+const VERSION: u32 = 6;
+
+/// A rank: its number, how many there are, what it does in the stuck call, and the version of NCCL's interface.
 pub(crate) fn play(args: &str) {
     let _gpu = Gpu::enter_if_asked();
-    let [rank, ranks, how] = args.split('/').collect::<Vec<_>>().try_into().unwrap();
+    let [rank, ranks, how, version] = args.split('/').collect::<Vec<_>>().try_into().unwrap();
     let (rank, ranks): (i32, i32) = (rank.parse().unwrap(), ranks.parse().unwrap());
     let descr = CommDescr { id: 0x77, ranks, rank };
     let mut mask = 0;
-    let comm = Comm::new(Host::load(6), descr, &mut mask);
+    let comm = Comm::new(Host::load(version.parse().unwrap()), descr, &mut mask);
     let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut seq = 0;
     while seq < STUCK || how == "healthy" {
@@ -95,22 +99,96 @@ pub(crate) fn play(args: &str) {
             Some(event)
         }
         "count" => Some(comm.enqueue(STUCK, 99).event),
+        "drop" => {
+            // There is no room for its call's event.
+            let op = comm.start(std::ptr::null_mut(), operation(next, true));
+            while !comm.start(op, Event::ProxyStep { step: 0 }).is_null() {}
+            let event = comm.enqueue(STUCK, 1024).event;
+            assert!(event.is_null(), "there is room again");
+            Some(event)
+        }
         _ => Some(comm.enqueue(STUCK, 1024).event),
-    };
-    let step = |peer, send, state| {
-        let pid = std::process::id() as i32;
-        let op = Event::ProxyOp { pid, channel: 0, peer, steps: 1, chunk: 1024, send };
-        let step = comm.start(comm.start(event.unwrap(), op), Event::ProxyStep { step: 0 });
-        comm.host.state(step, state, 0);
     };
     match how {
         "stay" => {}
-        "send" => step(next, true, ncclProfilerProxyStepSendWait),
-        "gpu" => step(next, true, ncclProfilerProxyStepSendGPUWait),
-        _ => step(last, false, ncclProfilerProxyStepRecvWait),
+        "send" => hang(&comm, event.unwrap(), next, true, ncclProfilerProxyStepSendWait),
+        "gpu" => hang(&comm, event.unwrap(), next, true, ncclProfilerProxyStepSendGPUWait),
+        _ => hang(&comm, event.unwrap(), last, false, ncclProfilerProxyStepRecvWait),
     }
     // Until the test ends it.
     std::thread::sleep(Duration::from_secs(600));
+}
+
+fn operation(peer: i32, send: bool) -> Event<'static> {
+    Event::ProxyOp { pid: std::process::id() as i32, channel: 0, peer, steps: 1, chunk: 1024, send }
+}
+
+/// An operation of this call that waits.
+fn hang(comm: &Comm, call: *mut c_void, peer: i32, send: bool, state: ncclProfilerEventState_t) {
+    let step = comm.start(comm.start(call, operation(peer, send)), Event::ProxyStep { step: 0 });
+    comm.host.state(step, state, 0);
+}
+
+/// A process of a job with several communicators: its number and what the job does.
+pub(crate) fn play_several(args: &str) {
+    let (worker, how) = args.split_once('/').unwrap();
+    let worker: i32 = worker.parse().unwrap();
+    let (mut mask, host) = (0, Host::load(VERSION));
+    let mut join = |id, rank, ranks| {
+        let comm = Comm::new(host, CommDescr { id, ranks, rank }, &mut mask);
+        (0..STUCK).for_each(|seq| complete(&comm, seq));
+        comm
+    };
+    let enter = |comm: &Comm| {
+        let event = comm.enqueue(STUCK, 1024).event;
+        hang(comm, event, (comm.descr.rank + 1) % comm.descr.ranks, false, ncclProfilerProxyStepRecvWait);
+    };
+    match how {
+        // Two by two: the rows are one communicator each, and the columns. Worker 1 enters nothing.
+        "grid" => {
+            let (row, column) = (worker / 2, worker % 2);
+            let (tensor, data) = (join(0x70 + row as u64, column, 2), join(0xd0 + column as u64, row, 2));
+            match worker {
+                0 => enter(&tensor),
+                1 => {}
+                _ => {
+                    complete(&tensor, STUCK);
+                    enter(&data);
+                }
+            }
+        }
+        // Each of two is in another communicator.
+        "order" => {
+            let comms = [join(0xd0, worker, 2), join(0x70, worker, 2)];
+            enter(&comms[worker as usize]);
+        }
+        // One waits for all, the next for a message, and the third does nothing.
+        _ => {
+            let comm = join(0x77, worker, 3);
+            match worker {
+                0 => {}
+                1 => {
+                    let (api, group) = (std::ptr::null_mut(), std::ptr::null_mut());
+                    let call = Event::P2p { api, group, func: c"Recv", count: 1024, peer: 0 };
+                    let call = comm.start(group, call);
+                    comm.host.stop(call);
+                    hang(&comm, call, 0, false, ncclProfilerProxyStepRecvWait);
+                }
+                _ => {
+                    std::thread::sleep(Duration::from_secs(1));
+                    enter(&comm);
+                }
+            }
+        }
+    }
+    println!("ready");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+/// A call that goes through.
+fn complete(comm: &Comm, seq: u64) {
+    let (rank, ranks) = (comm.descr.rank, comm.descr.ranks);
+    comm.progress(comm.enqueue(seq, 1024), SHAPE, (rank + 1) % ranks, (rank + ranks - 1) % ranks, Pace::NONE);
 }
 
 /// The ranks of a job, ended with it.
@@ -128,8 +206,16 @@ impl Drop for Job {
 impl Job {
     /// All ranks have made their first calls, and have said so.
     fn start(dir: &Path, ranks: i32, odd: &str, others: &str) -> Self {
+        Self::start_with(dir, ranks, odd, others, VERSION)
+    }
+
+    fn start_with(dir: &Path, ranks: i32, odd: &str, others: &str, version: u32) -> Self {
         let how = |rank| if rank == ODD { odd } else { others };
-        let mut job = Self((0..ranks).map(|rank| rank_of(dir, rank, ranks, how(rank))).collect());
+        Self::start_all(dir, ranks, |rank| format!("stuck:{rank}/{ranks}/{}/{version}", how(rank)))
+    }
+
+    fn start_all(dir: &Path, ranks: i32, scenario: impl Fn(i32) -> String) -> Self {
+        let mut job = Self((0..ranks).map(|rank| rank_of(dir, rank, &scenario(rank))).collect());
         for child in &mut job.0 {
             let output = BufReader::new(child.stdout.take().unwrap());
             assert!(
@@ -151,9 +237,12 @@ impl Job {
     }
 }
 
-fn rank_of(dir: &Path, rank: i32, ranks: i32, how: &str) -> Child {
-    let mut command = super::command(&format!("stuck:{rank}/{ranks}/{how}"), dir);
+fn rank_of(dir: &Path, rank: i32, scenario: &str) -> Child {
+    let mut command = super::command(scenario, dir);
     command.env("TOWLINE_STUCK_AFTER", "6").env("TOWLINE_STATE_DIR", dir);
+    if scenario.contains("/drop/") {
+        command.env("TOWLINE_PROFILE_BUFFER", "1");
+    }
     // The world of a larger job's last stage.
     command.envs(gpu::variables()).env("RANK", (GLOBAL + rank).to_string());
     command.stderr(std::fs::File::create(dir.join(format!("{rank}.log"))).unwrap()).spawn().unwrap()
@@ -216,6 +305,73 @@ fn the_rank_that_holds_the_others_up_is_named() {
     }
 }
 
+#[test]
+fn the_rank_is_named_with_each_version_of_nccls_interface() {
+    let cases = [("stay", "behind"), ("count", "mismatch"), ("send", "waits")];
+    let start = |version| {
+        cases.map(|(odd, kind)| {
+            let dir = tempfile::tempdir().unwrap();
+            let job = Job::start_with(dir.path(), 3, odd, "wait", version);
+            (version, kind, dir, job)
+        })
+    };
+    let jobs: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..=7).map(|version| scope.spawn(move || start(version))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    std::thread::sleep(Duration::from_secs(9));
+    for (version, kind, dir, _job) in &jobs {
+        let (said, code) = why(dir.path());
+        let finding = &said["findings"][0];
+        assert_eq!((code, &finding["kind"]), (1, &(*kind).into()), "v{version}: {said}");
+        assert_eq!(
+            (&finding["named"][0]["rank"], &finding["named"][1]),
+            (&ODD.into(), &().into()),
+            "v{version}: {said}"
+        );
+    }
+}
+
+#[test]
+fn what_holds_up_several_communicators_is_found() {
+    let jobs = [("grid", 4), ("order", 2), ("transfer", 3)].map(|(how, workers)| {
+        let dir = tempfile::tempdir().unwrap();
+        let job = Job::start_all(dir.path(), workers, |worker| format!("several:{worker}/{how}"));
+        (dir, job)
+    });
+    std::thread::sleep(Duration::from_secs(9));
+    let [grid, order, transfer] = jobs.map(|(dir, job)| {
+        let (said, code) = why(dir.path());
+        assert_eq!((code, said["findings"].as_array().map(Vec::len)), (1, Some(1)), "{said}");
+        let finding = said["findings"][0].clone();
+        let named = finding["named"].as_array().unwrap().iter().map(|named| named["process"].as_u64().unwrap());
+        let worker = |pid| job.0.iter().position(|child| u64::from(child.id()) == pid).unwrap();
+        (named.map(worker).collect::<Vec<_>>(), finding)
+    });
+    assert_eq!((grid.0, &grid.1["victims"]), (vec![1], &3.into()), "{}", grid.1);
+    let mut both = order.0;
+    both.sort_unstable();
+    assert_eq!((both, &order.1["kind"]), (vec![0, 1], &"deadlock".into()), "{}", order.1);
+    assert_eq!((transfer.0, &transfer.1["victims"]), (vec![0], &2.into()), "{}", transfer.1);
+    let sentence = transfer.1["sentence"].as_str().unwrap();
+    assert!(sentence.contains("rank 1 has been in Recv #0 from rank 0 for "), "{sentence}");
+    assert!(
+        sentence.contains("has not called the matching Send #0 to rank 1: its last call was AllReduce #2"),
+        "{sentence}"
+    );
+}
+
+#[test]
+fn a_rank_whose_events_found_no_room_is_not_named_for_the_lack_of_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let _job = Job::start(dir.path(), 3, "drop", "wait");
+    std::thread::sleep(Duration::from_secs(9));
+    let (said, code) = why(dir.path());
+    let finding = &said["findings"][0];
+    assert_eq!((code, &finding["named"][0], &finding["with_gaps"][0]), (2, &().into(), &ODD.into()), "{said}");
+    assert!(finding["sentence"].as_str().unwrap().contains(") has gaps"), "{said}");
+}
+
 impl Odd {
     fn is_gone(self) -> bool {
         matches!(self, Odd::Exits | Odd::IsStopped | Odd::IsKilled)
@@ -265,7 +421,7 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
             let own = dir.path().join(rank.to_string());
             std::fs::create_dir(&own).unwrap();
             let how = if rank == ODD { "stay" } else { "wait" };
-            let mut command = super::command(&format!("stuck:{rank}/3/{how}"), &own);
+            let mut command = super::command(&format!("stuck:{rank}/3/{how}/{VERSION}"), &own);
             command
                 .env("TOWLINE_STATE_DIR", &own)
                 .env("TOWLINE_KEY_FILE", &ours)

@@ -7,8 +7,8 @@ use crate::trace::align::Correction;
 use crate::trace::event::{Body, Record};
 use crate::trace::perfetto::read::Process;
 use crate::trace::rail::Rail;
-use crate::trace::tracker::Tracker;
-use crate::trace::verdict::{Finding, Job, Route, Told, Whereabouts};
+use crate::trace::tracker::{Comm, Tracker};
+use crate::trace::verdict::{Call, Finding, Gaps, Job, Route, Told, Whereabouts};
 
 /// The communicators of all traces, and what was found out about each.
 #[derive(Default)]
@@ -18,7 +18,7 @@ impl Standing {
     /// One process's report.
     pub(super) fn add(&mut self, process: &Process, correction: &Correction) {
         let info = process.info.clone().unwrap_or_default();
-        let place = Whereabouts { host: info.host, pid: info.pid, rank: info.rank };
+        let place = Whereabouts { host: info.host, pid: info.pid, stamp: process.track, rank: info.rank };
         let end = process.records.last().map(|record| record.when).max(process.heartbeat).unwrap_or(0);
         let mut tracker = Tracker::new(usize::MAX);
         // What was aborted had not ended.
@@ -33,11 +33,12 @@ impl Standing {
             let until = correction.apply(ended.unwrap_or(end));
             // If the trace ends before the process, its silence means nothing.
             let beats = process.heartbeat.is_some() && process.cut.is_none() && ended.is_none();
-            let mut calls: Vec<_> =
-                tracker.comms().get(&comm.context).into_iter().flat_map(|comm| comm.calls().copied()).collect();
-            calls.sort_by_key(|call| call.entered);
+            let seen = tracker.comms().get(&comm.context);
             let told = Told {
-                calls,
+                calls: sorted(seen.into_iter().flat_map(Comm::calls)),
+                transfers: sorted(seen.into_iter().flat_map(Comm::transfers)),
+                exchanged: seen.map(|comm| comm.exchanged.clone()).unwrap_or_default(),
+                gaps: gaps(process, correction),
                 waits: waits.remove(&comm.context).unwrap_or_default(),
                 routes: routes.remove(&comm.context).unwrap_or_default(),
                 until,
@@ -54,6 +55,19 @@ impl Standing {
         let told = |finding: Finding| (finding.comm.title.clone(), finding.sentence());
         self.0.findings().into_iter().map(told).collect()
     }
+}
+
+/// When events are missing: some were dropped, or the trace ends before the process does, or begins after it.
+fn gaps(process: &Process, correction: &Correction) -> Gaps {
+    let end = process.dropped_at.max(process.cut);
+    let begin = process.records.first().filter(|_| process.begins_late).map(|record| correction.apply(record.when));
+    end.map_or(Gaps { calls: begin, ..Gaps::default() }, |end| Gaps::all(correction.apply(end)))
+}
+
+fn sorted<'a>(calls: impl Iterator<Item = &'a Call>) -> Vec<Call> {
+    let mut calls: Vec<Call> = calls.copied().collect();
+    calls.sort_by_key(|call| call.entered);
+    calls
 }
 
 /// By communicator: over which interfaces the rank has sent to each other one.
@@ -184,6 +198,23 @@ mod tests {
     fn a_file_at_its_limit_says_so_and_its_silence_is_no_finding() {
         let processes = traces(&[0], false, 2 * 4096 + 1000);
         assert!(processes.iter().all(|process| process.cut.is_some()), "{processes:?}");
-        assert!(!said(processes).contains("sign of life"));
+        let text = said(processes);
+        assert!(
+            !text.contains("sign of life") && !text.contains("has not entered"),
+            "what it did is not in it: {text}"
+        );
+    }
+
+    #[test]
+    fn a_process_whose_events_were_dropped_is_not_named_for_the_lack_of_them() {
+        let said = |dropped_at| {
+            let mut processes = traces(&[0], false, 1 << 20);
+            processes[1].dropped_at = Some(dropped_at);
+            said(processes)
+        };
+        let text = said(S / 2);
+        assert!(text.contains("global rank 5) has not entered it"), "before its last call: {text}");
+        let text = said(3 * S);
+        assert!(!text.contains("has not entered") && text.contains("global rank 5) has gaps"), "{text}");
     }
 }

@@ -14,7 +14,7 @@ use self::network::{Connection, Interface};
 use super::event::CommInfo;
 use super::names::Name;
 use super::tracker::Tracker;
-use super::verdict::{Arguments, Call, Key, On, Told, Wait};
+use super::verdict::{Arguments, Call, Gaps, Key, On, Told, Wait};
 
 /// Calls of each communicator that a process remembers, and tells on its control socket.
 pub(crate) const KEPT: usize = 1000;
@@ -34,6 +34,9 @@ pub(crate) const LONGEST: u64 = 64 << 20;
 pub(crate) struct CallState {
     pub func: String,
     pub seq: u64,
+    /// The rank at the other end of a send or a receive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer: Option<i32>,
     pub count: u64,
     pub datatype: String,
     pub root: i32,
@@ -70,14 +73,30 @@ pub(crate) struct CommState {
     pub gpu: String,
     /// When it ended.
     pub ended: Option<u64>,
-    /// Calls since it began.
+    /// Collectives since it began.
     pub made: u64,
     /// The last of them.
     pub calls: Vec<CallState>,
+    /// The last sends and receives.
+    #[serde(default)]
+    pub transfers: Vec<CallState>,
+    /// Of each peer, how many sends and receives there have been since it began.
+    #[serde(default)]
+    pub exchanged: Vec<(i32, u64, u64)>,
     /// Open steps.
     pub open_steps: usize,
     /// What they wait for, the oldest first.
     pub waits: Vec<WaitState>,
+}
+
+/// When events last found no room, by what they would have told: that calls were entered, that something ended, what is waited
+/// for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub(crate) struct GapState {
+    pub calls: Option<u64>,
+    pub ends: Option<u64>,
+    pub waits: Option<u64>,
 }
 
 /// A process.
@@ -106,6 +125,9 @@ pub(crate) struct State {
     pub socket: Option<String>,
     /// Events that found no room.
     pub dropped: u64,
+    /// When; None in the state of a release that does not tell.
+    #[serde(default)]
+    pub gaps: Option<GapState>,
     /// Its communicators.
     pub communicators: Vec<CommState>,
     /// What its host's interfaces have carried, those that its connections use.
@@ -130,18 +152,32 @@ impl CommState {
 
     /// What it tells, its times put onto the reader's clock by `clock`.
     pub(crate) fn told(&self, clock: impl Fn(u64) -> u64) -> Told {
-        let calls = self.calls.iter().map(|call| Call {
-            key: Key { func: call.func.as_str().into(), seq: call.seq },
+        let call = |call: &CallState| Call {
+            key: Key { func: call.func.as_str().into(), seq: call.seq, peer: call.peer },
             arguments: Arguments { count: call.count, datatype: name(&call.datatype), root: call.root },
             entered: clock(call.entered),
             open: call.open,
-        });
+        };
         let waits = self
             .waits
             .iter()
             .filter_map(|wait| Some(Wait { peer: wait.peer, on: On::from_label(&wait.on)?, since: clock(wait.since) }));
-        Told { calls: calls.collect(), waits: waits.collect(), ended: self.ended.map(&clock), ..Told::default() }
+        Told {
+            calls: self.calls.iter().map(call).collect(),
+            transfers: self.transfers.iter().map(call).collect(),
+            exchanged: self.exchanged.iter().map(|&(peer, sends, receives)| (peer, (sends, receives))).collect(),
+            waits: waits.collect(),
+            ended: self.ended.map(&clock),
+            ..Told::default()
+        }
     }
+}
+
+/// The last `kept` of these calls, and the open ones, however old; of too many open ones the oldest.
+fn told<'a>(calls: impl Iterator<Item = &'a Call>, kept: usize) -> Vec<CallState> {
+    let all: Vec<&Call> = calls.collect();
+    let (before, last) = all.split_at(all.len().saturating_sub(kept));
+    before.iter().filter(|call| call.open).take(kept).chain(last).map(|call| CallState::of(call)).collect()
 }
 
 fn name(text: &str) -> Name {
@@ -155,9 +191,6 @@ pub(crate) fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
     known
         .map(|(context, comm)| {
             let waits = waits.remove(context).unwrap_or_default();
-            let all = comm.calls().count();
-            // Open calls are told, however old.
-            let told = comm.calls().enumerate().filter(|(number, call)| call.open || number + kept >= all);
             CommState {
                 id: format!("{:x}", comm.info.id),
                 name: comm.info.name.clone(),
@@ -165,8 +198,10 @@ pub(crate) fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
                 ranks: comm.info.ranks,
                 gpu: comm.info.gpu.clone(),
                 ended: comm.ended,
-                made: comm.made,
-                calls: told.map(|(_, call)| CallState::of(call)).collect(),
+                made: comm.made(),
+                calls: told(comm.calls(), kept),
+                transfers: told(comm.transfers(), kept),
+                exchanged: comm.exchanged.iter().map(|(&peer, &(sends, receives))| (peer, sends, receives)).collect(),
                 open_steps: waits.len(),
                 waits: waits.iter().take(WAITS).map(WaitState::of).collect(),
             }
@@ -180,6 +215,7 @@ impl CallState {
         Self {
             func: key.func.text().into(),
             seq: key.seq,
+            peer: key.peer,
             count: arguments.count,
             datatype: arguments.datatype.text().into(),
             root: arguments.root,
@@ -195,7 +231,25 @@ impl WaitState {
     }
 }
 
+impl GapState {
+    /// As the verdict knows it, its times put onto the reader's clock by `clock`.
+    fn told(self, clock: impl Fn(u64) -> u64) -> Gaps {
+        let [calls, ends, waits] = [self.calls, self.ends, self.waits].map(|when| when.map(&clock));
+        Gaps { calls, ends, waits }
+    }
+}
+
 impl State {
+    /// When events found no room, its times put onto the reader's clock by `clock`; where that is not known, `now`.
+    pub(crate) fn gaps(&self, clock: impl Fn(u64) -> u64, now: u64) -> Gaps {
+        match self.gaps {
+            Some(gaps) => gaps.told(clock),
+            None if self.dropped > 0 => Gaps::all(now),
+            // That release does not count sends and receives.
+            None => Gaps { calls: Some(0), ..Gaps::default() },
+        }
+    }
+
     /// As JSON.
     pub(crate) fn text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default() + "\n"
@@ -212,7 +266,7 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use super::super::event::{Body, Coll, ProxyOp, Record, state};
+    use super::super::event::{Body, Coll, P2p, ProxyOp, Record, state};
     use super::*;
 
     #[test]
@@ -233,6 +287,13 @@ mod tests {
         apply(300, 2000, 1000, Body::ProxyOp(ProxyOp { peer: 0, ..ProxyOp::default() }));
         apply(301, 2001, 2000, Body::ProxyStep { step: 0 });
         apply(302, 2001, 0, Body::State { state: state::STEP_RECV_WAIT, steps: 0, arg: 0 });
+        for number in 0..300 {
+            let p2p = P2p { count: number, func: "Send".into(), peer: 0, ..P2p::default() };
+            apply(400 + number, 3000 + number, 0, Body::P2p(p2p));
+            if number > 2 {
+                apply(400 + number, 3000 + number, 0, Body::Stop);
+            }
+        }
         let communicators = communicators(&tracker, 10);
         let state = State { host: "node1".into(), communicators, ..State::default() };
         let read = State::read(state.text().as_bytes()).expect("JSON");
@@ -243,8 +304,11 @@ mod tests {
         let told = comm.told(|when| when + 1000);
         assert_eq!(told.waits, [Wait { peer: 0, on: On::Data, since: 1302 }]);
         assert_eq!((told.calls[0].open, told.calls[0].entered), (true, 1000));
+        assert_eq!((comm.transfers.len(), told.exchanged[&0]), (13, (300, 0)));
+        let first = told.transfers[1];
+        assert_eq!((first.key, first.open), (Key::transfer("Send".into(), 1, 0), true));
         let last = told.calls.last().expect("calls");
-        assert_eq!(last.key, Key { func: "AllReduce".into(), seq: 199 });
+        assert_eq!(last.key, Key::collective("AllReduce".into(), 199));
         assert_eq!(last.arguments, Arguments { count: 8, datatype: "ncclInt8".into(), root: 0 });
     }
 }

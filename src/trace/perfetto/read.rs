@@ -30,6 +30,8 @@ pub struct Process {
     pub arrows: Vec<Arrow>,
     /// How many events the file reports as dropped.
     pub dropped: u64,
+    /// When that number last grew.
+    pub dropped_at: Option<u64>,
     /// Its last heartbeat; None in a file of a release that had none.
     pub heartbeat: Option<u64>,
     /// Communicators that it has left, by their running numbers, and when.
@@ -80,7 +82,10 @@ impl Process {
         self.comms.extend(next.comms);
         self.ended.extend(next.ended);
         self.aborted.extend(next.aborted);
-        (self.dropped, self.heartbeat) = (next.dropped, next.heartbeat.or(self.heartbeat));
+        if next.dropped != self.dropped {
+            (self.dropped, self.dropped_at) = (next.dropped, next.dropped_at);
+        }
+        self.heartbeat = next.heartbeat.or(self.heartbeat);
         (self.cut, self.turns) = (next.cut, next.turns);
         None
     }
@@ -202,7 +207,6 @@ struct Reader {
     tables: Tables,
     process: Process,
     stacks: HashMap<u64, Vec<Slice>>,
-    counters: HashMap<u64, i64>,
     drops_track: Option<u64>,
     /// A step's last phase began then, per track.
     phases: HashMap<u64, u64>,
@@ -236,8 +240,11 @@ impl Reader {
             SLICE_BEGIN => self.begin(track, when, category.as_deref(), &name, &fields, &event.flow_ids),
             SLICE_END => self.end(track, when, &fields, &event.flow_ids),
             INSTANT => self.instant(track, when, category.as_deref(), &fields),
-            COUNTER => {
-                self.counters.insert(track, event.counter_value.unwrap_or(0));
+            COUNTER if self.drops_track == Some(track) => {
+                let dropped = event.counter_value.unwrap_or(0) as u64;
+                if std::mem::replace(&mut self.process.dropped, dropped) != dropped {
+                    self.process.dropped_at = Some(when);
+                }
             }
             _ => {}
         }
@@ -408,8 +415,6 @@ impl Reader {
     }
 
     fn finish(mut self) -> Process {
-        self.process.dropped =
-            self.drops_track.and_then(|track| self.counters.get(&track)).map_or(0, |&count| count as u64);
         let again = self.again;
         let records = std::mem::take(&mut self.process.records).into_iter().enumerate();
         let (repeated, records) = records.partition::<Vec<_>, _>(|(place, _)| again.contains(place));
@@ -597,6 +602,7 @@ mod tests {
         );
         let stops = process.records.iter().filter(|record| record.body == Body::Stop).count() as u64;
         assert_eq!((stops, process.cut, process.dropped, process.begins_late), (COUNT + 2, None, 3, false));
+        assert_eq!(process.dropped_at, Some(1), "the files behind the first only repeat the number");
     }
 
     #[test]

@@ -222,7 +222,7 @@ impl Call {
 }
 
 /// Bytes of one element.
-fn size_of_datatype(name: &str) -> u64 {
+pub(crate) fn size_of_datatype(name: &str) -> u64 {
     match name {
         "ncclInt8" | "ncclChar" | "ncclUint8" | "ncclFloat8e4m3" | "ncclFloat8e5m2" => 1,
         "ncclFloat16" | "ncclHalf" | "ncclBfloat16" => 2,

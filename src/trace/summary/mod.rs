@@ -14,7 +14,7 @@ mod calls;
 mod histogram;
 mod table;
 
-pub(crate) use calls::{Arrival, CallKey, CallStat};
+pub(crate) use calls::{Arrival, CallKey, CallStat, size_of_datatype};
 pub(crate) use histogram::Histogram;
 pub(crate) use table::{bytes, render, time};
 

@@ -9,16 +9,23 @@
 //! 3. a rank that entered it with other arguments;
 //! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU.
 //!
+//! A rank that holds one communicator up because it waits in another one is no answer: [`graph`] goes on to that one, and
+//! finds the rank that holds up all of them, or a circle of communicators.
+//!
 //! It must not know where the input comes from.
 
 mod calls;
+mod finding;
+mod graph;
 mod job;
 mod text;
-pub(crate) use job::{Finding, Job, Told, Whereabouts};
-pub(crate) use text::{call as name_of_call, seconds};
+mod transfers;
 mod waits;
+pub(crate) use finding::Finding;
+pub(crate) use job::{Job, Told, Whereabouts};
+pub(crate) use text::{call as name_of_call, seconds};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::names::Name;
 
@@ -44,16 +51,41 @@ pub(crate) struct Arguments {
     pub root: i32,
 }
 
-/// Which call of a communicator: NCCL numbers the calls of each function, alike on all ranks.
+/// Which call of a communicator: NCCL numbers the collectives of each function, alike on all ranks; a send or a receive is
+/// numbered here among those of its rank with that peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// The function.
     pub func: Name,
     /// Its number.
     pub seq: u64,
+    /// The rank at the other end of a send or a receive.
+    pub peer: Option<i32>,
 }
 
-/// A collective call of one rank.
+impl Key {
+    /// A collective.
+    pub(crate) fn collective(func: Name, seq: u64) -> Self {
+        Self { func, seq, peer: None }
+    }
+
+    /// A send or a receive.
+    pub(crate) fn transfer(func: Name, seq: u64, peer: i32) -> Self {
+        Self { func, seq, peer: Some(peer) }
+    }
+
+    /// Of a transfer: whether it is a send.
+    pub(crate) fn is_send(self) -> bool {
+        self.func.text() == SEND
+    }
+}
+
+/// NCCL's names of the two halves of a transfer.
+pub(crate) const SEND: &str = "Send";
+/// As above.
+pub(crate) const RECV: &str = "Recv";
+
+/// A call of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call {
     /// Which one.
@@ -105,6 +137,29 @@ pub(crate) struct Wait {
     pub since: u64,
 }
 
+/// When events of a process last found no room, by what they would have told.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Gaps {
+    /// That a call was entered.
+    pub calls: Option<u64>,
+    /// That something ended.
+    pub ends: Option<u64>,
+    /// What is waited for.
+    pub waits: Option<u64>,
+}
+
+impl Gaps {
+    /// All kinds at this time.
+    pub(crate) fn all(when: u64) -> Self {
+        Self { calls: Some(when), ends: Some(when), waits: Some(when) }
+    }
+
+    /// Whether anything is missing since this time.
+    fn any_since(self, when: u64) -> bool {
+        [self.calls, self.ends, self.waits].into_iter().flatten().any(|gap| gap >= when)
+    }
+}
+
 /// A connection of a process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Route {
@@ -121,12 +176,12 @@ pub(crate) struct Route {
 }
 
 impl Route {
-    /// Whether it sends to this rank, of which `member` is the process.
+    /// Whether this rank, of which `member` is the process, is at its other end.
     fn leads_to(&self, rank: i32, member: &Member) -> bool {
         // The two names of a host may differ in characters that no file name has.
         let plain = |text: &str| text.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
         let is_process = || plain(&self.peer) == plain(&format!("{}:{}", member.host, member.pid));
-        self.send && self.rank.map_or_else(is_process, |own| own == rank)
+        self.rank.map_or_else(is_process, |own| own == rank)
     }
 }
 
@@ -137,6 +192,8 @@ pub(crate) struct Member {
     pub host: String,
     /// Its process.
     pub pid: i32,
+    /// As in [`Whereabouts`].
+    pub stamp: u64,
     /// Its GPU; empty when unknown.
     pub gpu: String,
     /// Its rank in the job, if that is known.
@@ -147,14 +204,34 @@ pub(crate) struct Member {
     pub heard: Option<u64>,
     /// When its process ended, if it did without leaving the communicator.
     pub exited: Option<u64>,
-    /// Its calls, in the order of entering; the oldest may be missing.
+    /// Its collective calls, in the order of entering; the oldest may be missing.
     pub calls: Vec<Call>,
+    /// Its sends and receives, as above.
+    pub transfers: Vec<Call>,
+    /// By peer: how many sends and receives it has called since the communicator began.
+    pub exchanged: Exchanged,
     /// What its open calls wait for.
     pub waits: Vec<Wait>,
     /// Its process's connections, where they are known.
     pub routes: Vec<Route>,
-    /// What else its process is stuck in: a call of another communicator, as text.
-    pub elsewhere: Option<String>,
+    /// When its process missed events.
+    pub gaps: Gaps,
+}
+
+/// By peer: how many sends and receives a rank has called.
+pub(crate) type Exchanged = BTreeMap<i32, (u64, u64)>;
+
+impl Member {
+    /// What it entered last.
+    fn last(&self) -> Option<&Call> {
+        self.calls.last().into_iter().chain(self.transfers.last()).max_by_key(|call| call.entered)
+    }
+
+    /// Its interfaces, as far as its connections show them.
+    fn interfaces(&self) -> Vec<String> {
+        let names: BTreeSet<&String> = self.routes.iter().flat_map(|route| &route.interfaces).collect();
+        names.into_iter().cloned().collect()
+    }
 }
 
 /// A communicator.
@@ -172,6 +249,13 @@ pub(crate) struct Communicator {
     pub now: u64,
 }
 
+impl Communicator {
+    /// Ranks of which nothing is known.
+    fn unseen(&self) -> Vec<i32> {
+        (0..self.ranks).filter(|rank| !self.members.contains_key(rank)).collect()
+    }
+}
+
 /// Ranks that wait in a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Waiting {
@@ -183,6 +267,43 @@ pub(crate) struct Waiting {
     pub for_ns: u64,
 }
 
+/// A rank that has not made a call for which others wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Absent {
+    /// The rank.
+    pub rank: i32,
+    /// The call.
+    pub lacks: Key,
+    /// What it has entered last.
+    pub last: Option<Call>,
+}
+
+/// Ranks that made a call with the same arguments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Made {
+    /// The call.
+    pub key: Key,
+    /// With what.
+    pub arguments: Arguments,
+    /// Who did.
+    pub ranks: Vec<i32>,
+}
+
+/// A rank in a circle of communicators.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Hold {
+    /// Its number in the communicator that it holds up.
+    pub rank: i32,
+    /// What is known of it.
+    pub member: Member,
+    /// The call that it holds up, with its communicator.
+    pub holds: String,
+    /// The call that it is in.
+    pub is_in: String,
+    /// Whether it has entered the one that it holds up too, after the one that it is in.
+    pub is_in_both: bool,
+}
+
 /// Why a communicator stands still.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cause {
@@ -190,29 +311,42 @@ pub(crate) enum Cause {
     Exited(Vec<(i32, u64)>),
     /// These ranks' processes have been silent for this long.
     Silent(Vec<(i32, u64)>),
-    /// These ranks have not entered the call; each with its last one.
-    Behind(Vec<(i32, Option<Call>)>),
+    /// These ranks have not made a call.
+    Behind(Vec<Absent>),
     /// These ranks wait in another call.
-    Elsewhere(Vec<(i32, Call)>),
-    /// These ranks made another call before this one which the rest did not make, or, when `made` is false, did not make one
-    /// which the rest made.
+    Elsewhere {
+        /// The ranks, each with its call.
+        ranks: Vec<(i32, Call)>,
+        /// Those in the call that most ranks wait in, unless these are more than the others.
+        others: Vec<i32>,
+    },
+    /// Some ranks made another call before this one, and some did not.
     Order {
-        /// The ranks that differ from most.
-        ranks: Vec<i32>,
         /// The other call.
         key: Key,
-        /// Whether they made it.
-        made: bool,
+        /// The ranks that made it.
+        made: Vec<i32>,
+        /// Those that did not.
+        lack: Vec<i32>,
     },
-    /// These ranks entered with other arguments than the rest.
-    Arguments(Vec<(i32, Arguments)>, Arguments),
+    /// Ranks made a call with different arguments; those that most ranks made come first.
+    Arguments(Vec<Made>),
     /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a circle.
     Chain(Vec<i32>, Option<Wait>),
+    /// Ranks wait for each other in several communicators.
+    Deadlock(Vec<Hold>),
     /// Nothing in the input explains it.
     Unknown,
 }
 
-/// The answer for one communicator.
+/// Of groups of ranks that differ, those that are not like most; all of them when none is the larger half.
+fn odd<'a>(groups: impl IntoIterator<Item = &'a Vec<i32>>) -> Vec<i32> {
+    let groups: Vec<&Vec<i32>> = groups.into_iter().collect();
+    let all: usize = groups.iter().map(|ranks| ranks.len()).sum();
+    groups.into_iter().filter(|ranks| 2 * ranks.len() <= all).flatten().copied().collect()
+}
+
+/// Why a communicator stands still, and for whom.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Verdict {
     /// The ranks that wait; None when a mismatch was found before anything waits.
@@ -221,48 +355,8 @@ pub(crate) struct Verdict {
     pub cause: Cause,
     /// Ranks of which nothing is known.
     pub unseen: Vec<i32>,
-}
-
-/// Why this communicator stands still; None when it does not.
-pub(crate) fn judge(comm: &Communicator) -> Option<Verdict> {
-    let unseen = (0..comm.ranks).filter(|rank| !comm.members.contains_key(rank)).collect();
-    let Some(waiting) = calls::waiting(comm) else {
-        // Sends and receives are no calls that all ranks make, but their transfers wait. A pipeline's stage waits for its
-        // turn, so the wait must be a long one.
-        let waits = |member: &Member| member.waits.iter().any(|wait| comm.now.saturating_sub(wait.since) >= IDLE_NS);
-        let all: Vec<i32> = comm.members.iter().filter(|(_, member)| waits(member)).map(|(&rank, _)| rank).collect();
-        let cause = calls::arguments(comm, None).or_else(|| calls::idle(comm)).or_else(|| waits::chain(comm, &all))?;
-        return Some(Verdict { waiting: None, cause, unseen });
-    };
-    let cause = exited(comm)
-        .or_else(|| silent(comm))
-        .or_else(|| calls::elsewhere(comm, &waiting))
-        .or_else(|| calls::behind(comm, waiting.key))
-        .or_else(|| calls::order(comm, waiting.key))
-        .or_else(|| calls::arguments(comm, Some(waiting.key)))
-        .or_else(|| waits::chain(comm, &waiting.ranks))
-        .unwrap_or(Cause::Unknown);
-    Some(Verdict { waiting: Some(waiting), cause, unseen })
-}
-
-fn exited(comm: &Communicator) -> Option<Cause> {
-    let exited: Vec<(i32, u64)> = comm
-        .members
-        .iter()
-        .filter_map(|(&rank, member)| Some((rank, comm.now.saturating_sub(member.exited?))))
-        .collect();
-    (!exited.is_empty()).then_some(Cause::Exited(exited))
-}
-
-fn silent(comm: &Communicator) -> Option<Cause> {
-    let silent: Vec<(i32, u64)> = comm
-        .members
-        .iter()
-        .filter(|(_, member)| !member.left && member.exited.is_none())
-        .filter_map(|(&rank, member)| Some((rank, comm.now.saturating_sub(member.heard?))))
-        .filter(|&(_, silence)| silence > SILENT_NS)
-        .collect();
-    (!silent.is_empty()).then_some(Cause::Silent(silent))
+    /// Ranks of which events are missing that may say otherwise.
+    pub gaps: Vec<i32>,
 }
 
 impl Verdict {
@@ -270,15 +364,16 @@ impl Verdict {
     pub(crate) fn named(&self) -> Vec<i32> {
         match &self.cause {
             Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
-            Cause::Behind(ranks) => ranks.iter().map(|it| it.0).collect(),
-            Cause::Elsewhere(ranks) => ranks.iter().map(|it| it.0).collect(),
-            Cause::Order { ranks, .. } => ranks.clone(),
-            Cause::Arguments(ranks, _) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Behind(ranks) => ranks.iter().map(|it| it.rank).collect(),
+            Cause::Elsewhere { ranks, others } => ranks.iter().map(|it| it.0).chain(others.iter().copied()).collect(),
+            Cause::Order { made, lack, .. } => odd([made, lack]),
+            Cause::Arguments(groups) => odd(groups.iter().map(|it| &it.ranks)),
+            Cause::Deadlock(holds) => holds.iter().map(|it| it.rank).collect(),
             // A rank of which nothing is known may only pass the wait on.
             Cause::Chain(chain, end) => {
-                let last = chain.last().copied().filter(|last| end.is_some() || !self.unseen.contains(last));
-                let circle = end.is_none() && last.is_some_and(|last| chain[..chain.len() - 1].contains(&last));
-                last.filter(|_| !circle).into_iter().collect()
+                let is_known = |last: &i32| !self.unseen.contains(last) && !self.gaps.contains(last);
+                let last = chain.last().copied().filter(|last| end.is_some() || is_known(last));
+                last.filter(|_| !is_circle(chain, *end)).into_iter().collect()
             }
             Cause::Unknown => Vec::new(),
         }
@@ -290,10 +385,32 @@ impl Verdict {
             Cause::Exited(_) => "exited",
             Cause::Silent(_) => "silent",
             Cause::Behind(_) => "behind",
-            Cause::Elsewhere(_) | Cause::Order { .. } | Cause::Arguments(..) => "mismatch",
+            Cause::Elsewhere { .. } | Cause::Order { .. } | Cause::Arguments(_) => "mismatch",
             Cause::Chain(..) => "waits",
+            Cause::Deadlock(_) => "deadlock",
             Cause::Unknown => "unknown",
         }
+    }
+}
+
+/// Whether a chain of waits leads back into itself.
+fn is_circle(chain: &[i32], end: Option<Wait>) -> bool {
+    end.is_none() && chain.split_last().is_some_and(|(last, before)| before.contains(last))
+}
+
+/// Those of these ranks whose processes have ended, or else have no heartbeat.
+fn gone(comm: &Communicator, ranks: impl Iterator<Item = i32>) -> Option<Cause> {
+    let members: Vec<(i32, &Member)> = ranks.filter_map(|rank| Some((rank, comm.members.get(&rank)?))).collect();
+    let ago = |when: u64| comm.now.saturating_sub(when);
+    let exited: Vec<(i32, u64)> =
+        members.iter().filter_map(|&(rank, member)| Some((rank, ago(member.exited?)))).collect();
+    let there = members.iter().filter(|(_, member)| !member.left && member.exited.is_none());
+    let silent = there.filter_map(|&(rank, member)| Some((rank, ago(member.heard?))));
+    let silent: Vec<(i32, u64)> = silent.filter(|&(_, silence)| silence > SILENT_NS).collect();
+    match (exited.is_empty(), silent.is_empty()) {
+        (false, _) => Some(Cause::Exited(exited)),
+        (true, false) => Some(Cause::Silent(silent)),
+        (true, true) => None,
     }
 }
 

@@ -7,12 +7,17 @@ use super::*;
 const S: u64 = 1_000_000_000;
 
 fn key(func: &str, seq: u64) -> Key {
-    Key { func: Name::from(func), seq }
+    Key::collective(Name::from(func), seq)
 }
 
 fn entered(func: &str, seq: u64, when: u64, open: bool) -> Call {
     let arguments = Arguments { count: 16384, datatype: Name::from("ncclFloat32"), root: 0 };
     Call { key: key(func, seq), arguments, entered: when, open }
+}
+
+fn transfer(send: bool, peer: i32, seq: u64, when: u64, open: bool) -> Call {
+    let key = Key::transfer(if send { SEND } else { RECV }.into(), seq, peer);
+    Call { key, ..entered("", 0, when, open) }
 }
 
 /// Ranks that have all completed AllReduce #0 to #2 and are in #3 since 10 s, at 51 s.
@@ -32,6 +37,13 @@ fn member(comm: &mut Communicator, rank: i32) -> &mut Member {
     comm.members.get_mut(&rank).expect("a member")
 }
 
+/// What is found where there is only this communicator.
+fn judge(comm: &Communicator) -> Option<Verdict> {
+    let found = graph::findings(&[(comm.id, comm.clone())].into());
+    assert!(found.len() < 2, "{found:?}");
+    found.into_iter().next().map(|found| found.verdict)
+}
+
 fn told(comm: &Communicator) -> String {
     comm.explain(&judge(comm).expect("a verdict"))
 }
@@ -45,8 +57,6 @@ fn a_rank_that_did_not_enter_is_named_with_its_last_call() {
         "ranks 0, 1 and 3 have been in AllReduce #3 for 41 s; rank 2 (node2, process 102) has not entered it: its last \
          call was AllReduce #2, 48 s ago, completed"
     );
-    member(&mut comm, 2).elsewhere = Some("AllGather #7 of tp".into());
-    assert!(told(&comm).ends_with("completed; it waits in AllGather #7 of tp"));
     member(&mut comm, 2).left = true;
     assert!(told(&comm).ends_with("rank 2 (node2, process 102) has left the communicator"));
     comm.members.remove(&2);
@@ -96,14 +106,97 @@ fn other_arguments_are_shown_beside_those_of_the_rest() {
     member(&mut comm, 2).calls[3].arguments = Arguments { count: 8192, datatype: Name::from("ncclBfloat16"), root: 0 };
     let text = told(&comm);
     assert!(
-        text.contains("rank 2 (node2, process 102) called it with 8192 ncclBfloat16, root 0, the others with 16384 ncclFloat32, root 0"),
+        text.contains("rank 2 (node2, process 102) called AllReduce #3 with 8192 ncclBfloat16, root 0, the others with 16384 ncclFloat32, root 0"),
         "{text}"
     );
     // Also of a call that went through.
     for rank in 0..4 {
         member(&mut comm, rank).calls[3].open = false;
     }
-    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Arguments(ref others, _) if others[0].0 == 2));
+    let verdict = judge(&comm).expect("a verdict");
+    assert_eq!((verdict.kind(), verdict.named()), ("mismatch", vec![2]));
+}
+
+#[test]
+fn of_two_ranks_that_differ_both_are_named() {
+    let mut comm = waiting_for_41_s(2);
+    member(&mut comm, 0).calls[3].arguments = Arguments { count: 8192, datatype: Name::from("ncclBfloat16"), root: 0 };
+    let text = told(&comm);
+    let expected = "rank 0 (node0, process 100) called AllReduce #3 with 8192 ncclBfloat16, root 0; rank 1 (node1, process 101) \
+                    called AllReduce #3 with 16384 ncclFloat32, root 0: they differ";
+    assert!(text.contains(expected), "{text}");
+    assert_eq!(judge(&comm).expect("a verdict").named(), [0, 1]);
+    // As many on either side.
+    let mut comm = waiting_for_41_s(4);
+    (2..4).for_each(|rank| member(&mut comm, rank).calls[3].arguments.root = 1);
+    assert_eq!(judge(&comm).expect("a verdict").named(), [0, 1, 2, 3]);
+
+    let mut comm = waiting_for_41_s(2);
+    *member(&mut comm, 1).calls.last_mut().expect("a call") = entered("AllGather", 0, 11 * S, true);
+    let text = told(&comm);
+    assert!(
+        text.contains("rank 1 (node1, process 101) is in AllGather #0 instead, for 40 s; rank 0 (node0, process 100) in AllReduce #3"),
+        "{text}"
+    );
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1, 0]);
+
+    let mut comm = waiting_for_41_s(2);
+    member(&mut comm, 1).calls.insert(3, entered("Broadcast", 0, 9 * S, false));
+    let text = told(&comm);
+    let expected = "rank 1 (node1, process 101) called Broadcast #0 before it, and rank 0 (node0, process 100) did not";
+    assert!(text.contains(expected), "{text}");
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1, 0]);
+}
+
+#[test]
+fn a_rank_whose_events_were_dropped_is_not_named_for_the_lack_of_one() {
+    let mut comm = waiting_for_41_s(3);
+    member(&mut comm, 1).calls.pop();
+    // Before its last call.
+    member(&mut comm, 1).gaps.calls = Some(2 * S);
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 1).gaps.calls = Some(10 * S);
+    let text = told(&comm);
+    assert!(text.contains("the record of rank 1 (node1, process 101) has gaps"), "{text}");
+    assert!(judge(&comm).expect("a verdict").named().is_empty(), "{text}");
+    // The rank behind it is still named.
+    member(&mut comm, 2).calls.pop();
+    assert_eq!(judge(&comm).expect("a verdict").named(), [2]);
+
+    // A call before, which it may have made.
+    let mut comm = waiting_for_41_s(3);
+    for rank in [0, 2] {
+        member(&mut comm, rank).calls.insert(3, entered("Broadcast", 0, 9 * S, false));
+    }
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 1).gaps.calls = Some(9 * S);
+    assert!(judge(&comm).expect("a verdict").named().is_empty());
+
+    // That no wait of it is known.
+    let mut comm = waiting_for_41_s(2);
+    member(&mut comm, 0).waits = vec![Wait { peer: 1, on: On::Data, since: 11 * S }];
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 1).gaps.waits = Some(12 * S);
+    assert!(judge(&comm).expect("a verdict").named().is_empty(), "{}", told(&comm));
+}
+
+#[test]
+fn a_call_whose_end_was_dropped_holds_nobody_up() {
+    let mut comm = waiting_for_41_s(3);
+    for rank in 0..3 {
+        let calls = &mut member(&mut comm, rank).calls;
+        calls[3].open = rank == 1;
+        calls.push(entered("AllReduce", 4, 50 * S, false));
+    }
+    assert!(judge(&comm).is_some());
+    member(&mut comm, 1).gaps.ends = Some(10 * S);
+    assert_eq!(judge(&comm), None);
+    // With nothing behind it, it cannot be told.
+    for rank in 0..3 {
+        member(&mut comm, rank).calls.pop();
+    }
+    let verdict = judge(&comm).expect("a verdict");
+    assert!(verdict.named().is_empty() && verdict.gaps == [1], "{verdict:?}");
 }
 
 #[test]
@@ -166,7 +259,7 @@ fn ranks_that_differ_after_a_long_silence_are_behind_without_an_open_call() {
     }
     assert_eq!(judge(&comm), None);
     member(&mut comm, 0).calls.pop();
-    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Behind(ref ranks) if ranks[0].0 == 0));
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Behind(ref ranks) if ranks[0].rank == 0));
     // The same two seconds after the last call is a job at work.
     comm.now = 12 * S;
     assert_eq!(judge(&comm), None);
@@ -203,6 +296,7 @@ proptest! {
         behind in prop::collection::vec(0usize..4, 16),
         ages in prop::collection::vec(0u64..4 * S, 16),
         waits in prop::collection::vec((0i32..16, 0u8..4), 0..20),
+        transfers in prop::collection::vec((0i32..16, any::<bool>(), 0..29 * S), 0..20),
     ) {
         let mut comm = Communicator { ranks, now: 100 * S, ..Communicator::default() };
         for rank in 0..ranks {
@@ -216,6 +310,7 @@ proptest! {
             let member = Member {
                 heard: Some(100 * S - ages[at] / 2),
                 calls: calls.collect(),
+                transfers: transfers.iter().map(|&(peer, send, age)| transfer(send, peer, 0, 100 * S - age, true)).collect(),
                 waits: waits.iter().map(|&(peer, on)| Wait {
                     peer,
                     on: [On::Network, On::Data, On::Buffer, On::Gpu][usize::from(on)],
@@ -240,3 +335,5 @@ fn a_peer_that_began_to_wait_a_little_later_is_followed_too() {
     let text = told(&comm);
     assert!(text.contains("rank 1 waits for rank 0; a send of rank 0 (node0, process 100) to rank 1"), "{text}");
 }
+
+mod across;

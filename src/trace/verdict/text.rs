@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Arguments, Call, Cause, Communicator, Key, Member, On, Verdict, Wait};
+use super::{Absent, Arguments, Call, Cause, Communicator, Hold, Key, Made, Member, On, Route, Verdict, Wait, odd};
 use crate::trace::names::Name;
 
 /// More ranks than this are not listed one by one.
@@ -23,86 +23,101 @@ impl Communicator {
             );
             text += "; ";
         }
-        text += &self.cause(&verdict.cause);
+        text += &self.cause(verdict);
         if !verdict.unseen.is_empty() {
             let _ = write!(text, " (nothing is known of {})", ranks(&verdict.unseen));
+        }
+        if !verdict.gaps.is_empty() {
+            let _ = write!(
+                text,
+                " (the record of {} has gaps: events found no room, so it may say too little of what was entered, ended \
+                 and waited for)",
+                self.places(&verdict.gaps)
+            );
         }
         text
     }
 
-    fn cause(&self, cause: &Cause) -> String {
-        let list = |parts: Vec<String>| parts.join("; ");
-        match cause {
-            Cause::Exited(exited) => list(
-                exited
-                    .iter()
-                    .map(|&(rank, ago)| format!("the process of {} has ended, {} ago", self.place(rank), seconds(ago)))
-                    .collect(),
-            ),
-            Cause::Silent(silent) => list(
-                silent
-                    .iter()
-                    .map(|&(rank, silence)| {
-                        format!(
-                            "{} has given no sign of life for {}: it was stopped or killed, its host is gone, or it \
-                             gets no processor",
-                            self.place(rank),
-                            seconds(silence)
-                        )
-                    })
-                    .collect(),
-            ),
-            Cause::Behind(behind) => list(behind.iter().map(|(rank, last)| self.behind(*rank, *last)).collect()),
-            Cause::Elsewhere(others) => list(
-                others
-                    .iter()
-                    .map(|(rank, own)| {
-                        format!(
-                            "{} is in {} instead, for {}: the ranks do not make the same calls in the same order",
-                            self.place(*rank),
-                            call(own.key),
-                            seconds(self.now.saturating_sub(own.entered))
-                        )
-                    })
-                    .collect(),
-            ),
-            Cause::Order { ranks, key, made } => self.order(ranks, *key, *made),
-            Cause::Arguments(others, most) => list(
-                others
-                    .iter()
-                    .map(|(rank, own)| {
-                        format!(
-                            "{} called it with {}, the others with {} (the reduction operator is not in NCCL's \
-                             profiler events)",
-                            self.place(*rank),
-                            arguments(*own),
-                            arguments(*most)
-                        )
-                    })
-                    .collect(),
-            ),
+    fn cause(&self, verdict: &Verdict) -> String {
+        let each = |ranks: &[(i32, u64)], text: &dyn Fn(String, String) -> String| {
+            let all = ranks.iter().map(|&(rank, ns)| text(self.place(rank), seconds(ns)));
+            all.collect::<Vec<_>>().join("; ")
+        };
+        match &verdict.cause {
+            Cause::Exited(ranks) => each(ranks, &|place, ago| format!("the process of {place} has ended, {ago} ago")),
+            Cause::Silent(ranks) => each(ranks, &|place, silence| {
+                format!(
+                    "{place} has given no sign of life for {silence}: it was stopped or killed, its host is gone, or it \
+                     gets no processor"
+                )
+            }),
+            Cause::Behind(all) => {
+                let waited = verdict.waiting.as_ref().map(|waiting| waiting.key);
+                all.iter().map(|absent| self.behind(absent, waited)).collect::<Vec<_>>().join("; ")
+            }
+            Cause::Elsewhere { ranks, others } => self.elsewhere(ranks, others, verdict),
+            Cause::Order { key, made, lack } => self.order(*key, made, lack),
+            Cause::Arguments(groups) => self.arguments(groups),
             Cause::Chain(chain, end) => self.chain(chain, *end),
+            Cause::Deadlock(holds) => deadlock(holds),
             Cause::Unknown if self.ranks == 0 => "what it waits for is not known here".into(),
+            Cause::Unknown if !verdict.gaps.is_empty() || !verdict.unseen.is_empty() => {
+                "what it waits for is not known".into()
+            }
             Cause::Unknown => "all ranks have entered it with the same arguments, and no wait of a transfer is \
                                known: a kernel that does not run, or a path inside a host"
                 .into(),
         }
     }
 
-    fn order(&self, ranks: &[i32], key: Key, made: bool) -> String {
-        let places: Vec<String> = ranks.iter().map(|&rank| self.place(rank)).collect();
-        let (places, key) = (places.join(" and "), call(key));
-        if made {
-            format!("{places} called {key} before it, and the others did not: the ranks do not make the same calls")
-        } else {
-            format!("{places} did not call {key} before it, and the others did: the ranks do not make the same calls")
+    fn elsewhere(&self, all: &[(i32, Call)], others: &[i32], verdict: &Verdict) -> String {
+        let mut parts: Vec<String> = all
+            .iter()
+            .map(|(rank, own)| {
+                let since = seconds(self.now.saturating_sub(own.entered));
+                format!("{} is in {} instead, for {since}", self.place(*rank), call(own.key))
+            })
+            .collect();
+        if let Some(waiting) = verdict.waiting.as_ref().filter(|_| !others.is_empty()) {
+            parts.push(format!("{} in {}", self.places(others), call(waiting.key)));
         }
+        parts.join("; ") + ": the ranks do not make the same calls in the same order"
     }
 
-    fn behind(&self, rank: i32, last: Option<Call>) -> String {
-        let place = self.place(rank);
-        let member = self.members.get(&rank);
-        if member.is_some_and(|member| member.left) {
+    fn order(&self, key: Key, made: &[i32], lack: &[i32]) -> String {
+        let key = call(key);
+        let text = match (made.len(), lack.len()) {
+            (made_by, lacked_by) if made_by > lacked_by => {
+                format!("{} did not call {key} before it, and the others did", self.places(lack))
+            }
+            (made_by, lacked_by) if made_by < lacked_by => {
+                format!("{} called {key} before it, and the others did not", self.places(made))
+            }
+            _ => format!("{} called {key} before it, and {} did not", self.places(made), self.places(lack)),
+        };
+        text + ": the ranks do not make the same calls"
+    }
+
+    fn arguments(&self, groups: &[Made]) -> String {
+        let odd = odd(groups.iter().map(|it| &it.ranks));
+        let is_odd = |group: &&Made| group.ranks.iter().any(|rank| odd.contains(rank));
+        let of = |Made { key, arguments, ranks }: &Made| {
+            format!("{} called {} with {}", self.places(ranks), call(*key), with(*key, *arguments))
+        };
+        let parts: Vec<String> = groups.iter().filter(is_odd).map(of).collect();
+        let end = match groups.first().filter(|most| !is_odd(most)) {
+            Some(most) => format!(", the others with {}", with(most.key, most.arguments)),
+            None => ": they differ".into(),
+        };
+        let is_transfer = groups.first().is_some_and(|it| it.key.peer.is_some());
+        let remark = if is_transfer { "" } else { " (the reduction operator is not in NCCL's profiler events)" };
+        format!("{}{end}{remark}", parts.join("; "))
+    }
+
+    fn behind(&self, absent: &Absent, waited: Option<Key>) -> String {
+        let Absent { rank, lacks, last } = absent;
+        let place = self.place(*rank);
+        if self.members.get(rank).is_some_and(|member| member.left) {
             return format!("{place} has left the communicator");
         }
         let last = match last {
@@ -113,18 +128,24 @@ impl Communicator {
                 format!("its last call was {}, {ago} ago, completed", call(last.key))
             }
         };
-        match member.and_then(|member| member.elsewhere.as_ref()) {
-            Some(elsewhere) => format!("{place} has not entered it: {last}; it waits in {elsewhere}"),
-            None => format!("{place} has not entered it: {last}"),
+        match lacks.peer {
+            Some(_) => format!("{place} has not called the matching {}: {last}", call(*lacks)),
+            None if waited == Some(*lacks) => format!("{place} has not entered it: {last}"),
+            None => format!("{place} has not entered {}: {last}", call(*lacks)),
         }
     }
 
     fn chain(&self, chain: &[i32], end: Option<Wait>) -> String {
         let mut text = String::new();
+        let Some(&last) = chain.last() else { return text };
         for pair in chain.windows(2) {
             let _ = write!(text, "rank {} waits for rank {}; ", pair[0], pair[1]);
         }
-        let Some(&last) = chain.last() else { return text };
+        if self.ranks == 0 && end.is_none() && !self.members.contains_key(&last) {
+            // A process that is not told of others.
+            let over = chain.first().map_or_else(String::new, |&own| self.over(own, last, false));
+            return format!("{}{over}", text.trim_end_matches("; "));
+        }
         match end {
             Some(wait) if wait.on == On::Network => {
                 let _ = write!(
@@ -132,7 +153,7 @@ impl Communicator {
                     "a send of {} to {}{} has been under way for {}{}",
                     self.place(last),
                     self.place(wait.peer),
-                    self.over(last, wait.peer),
+                    self.over(last, wait.peer, true),
                     seconds(self.now.saturating_sub(wait.since)),
                     // Where the other ranks are not known, one that has not entered the call may be the cause.
                     if self.ranks == 0 { "" } else { ": look at the network between them" }
@@ -156,45 +177,73 @@ impl Communicator {
         text
     }
 
-    /// The interface by which a rank sends to another, as far as that is known: where nothing is known of the other, the one
-    /// by which all of its sends go.
-    fn over(&self, from: i32, to: i32) -> String {
-        let Some(from) = self.members.get(&from) else { return String::new() };
-        let route = match self.members.get(&to) {
-            Some(there) => from.routes.iter().filter(|route| route.leads_to(to, there)).min_by_key(|route| route.moved),
-            None => {
-                let mut sends = from.routes.iter().filter(|route| route.send);
-                sends.next().filter(|first| sends.all(|route| route.interfaces == first.interfaces))
-            }
-        };
+    /// The connection by which a rank sends to another or receives from it, as far as that is known: where nothing is known of
+    /// the other, the first, if all of that direction have the same interfaces.
+    pub(super) fn route(&self, own: i32, other: i32, send: bool) -> Option<&Route> {
+        let own = self.members.get(&own)?;
+        let mut routes = own.routes.iter().filter(|route| route.send == send);
+        match self.members.get(&other) {
+            Some(there) => routes.filter(|route| route.leads_to(other, there)).min_by_key(|route| route.moved),
+            None => routes.next().filter(|first| routes.all(|route| route.interfaces == first.interfaces)),
+        }
+    }
+
+    fn over(&self, own: i32, other: i32, send: bool) -> String {
+        let route = self.route(own, other, send);
         route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
     }
 
-    /// A rank with its host, process and GPU, and its rank in the job where that is another one.
     fn place(&self, rank: i32) -> String {
-        let Some(Member { host, pid, gpu, global, .. }) = self.members.get(&rank) else {
-            return format!("rank {rank}");
-        };
-        let mut text = format!("rank {rank} ({host}, process {pid}");
-        if !gpu.is_empty() {
-            let _ = write!(text, ", GPU {gpu}");
-        }
-        if let Some(global) = global.filter(|&global| global != rank) {
-            let _ = write!(text, ", global rank {global}");
-        }
-        text + ")"
+        place(rank, self.members.get(&rank))
     }
+
+    fn places(&self, ranks: &[i32]) -> String {
+        let mut all: Vec<String> = ranks.iter().take(LISTED).map(|&rank| self.place(rank)).collect();
+        if ranks.len() > LISTED {
+            all.push(format!("{} more", ranks.len() - LISTED));
+        }
+        all.join(" and ")
+    }
+}
+
+/// A rank with its host, process and GPU, and its rank in the job where that is another one.
+fn place(rank: i32, member: Option<&Member>) -> String {
+    let Some(Member { host, pid, gpu, global, .. }) = member else { return format!("rank {rank}") };
+    let mut text = format!("rank {rank} ({host}, process {pid}");
+    if !gpu.is_empty() {
+        let _ = write!(text, ", GPU {gpu}");
+    }
+    if let Some(global) = global.filter(|&global| global != rank) {
+        let _ = write!(text, ", global rank {global}");
+    }
+    text + ")"
+}
+
+fn deadlock(holds: &[Hold]) -> String {
+    let of = |Hold { rank, member, holds, is_in, is_in_both }: &Hold| {
+        let place = place(*rank, Some(member));
+        match is_in_both {
+            true => format!("{place} entered {is_in} before {holds}"),
+            false => format!("{place} is in {is_in} and has not entered {holds}"),
+        }
+    };
+    let all: Vec<String> = holds.iter().map(of).collect();
+    format!("{}: a deadlock, the ranks wait for each other", all.join("; "))
 }
 
 /// `AllReduce #93`.
 pub(crate) fn call(key: Key) -> String {
-    format!("{} #{}", key.func.text(), key.seq)
+    let (func, Key { seq, peer, .. }) = (key.func.text(), key);
+    match peer {
+        None => format!("{func} #{seq}"),
+        Some(peer) => format!("{func} #{seq} {} rank {peer}", if key.is_send() { "to" } else { "from" }),
+    }
 }
 
-fn arguments(arguments: Arguments) -> String {
+fn with(key: Key, arguments: Arguments) -> String {
     let Arguments { count, datatype, root } = arguments;
     let datatype = if datatype == Name::NONE { "elements" } else { datatype.text() };
-    format!("{count} {datatype}, root {root}")
+    if key.peer.is_some() { format!("{count} {datatype}") } else { format!("{count} {datatype}, root {root}") }
 }
 
 fn ranks(ranks: &[i32]) -> String {

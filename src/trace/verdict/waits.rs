@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::{Cause, Communicator, On, STUCK_NS, Wait};
 
-/// A wait of a rank for which another one is stuck counts when it is as old as this.
-const FOLLOWED_NS: u64 = STUCK_NS / 5;
+/// What a rank is in, or waits for, counts when it is as old as this and another rank is stuck for its sake.
+pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU

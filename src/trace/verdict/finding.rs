@@ -1,0 +1,60 @@
+//! What holds ranks up, and whom.
+
+use super::{Cause, Communicator, Member, On, Verdict};
+
+/// A communicator that stands still, the reason, and who waits for the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Finding {
+    /// The communicator.
+    pub comm: Communicator,
+    /// The reason.
+    pub verdict: Verdict,
+    /// Ranks that wait, in this communicator and in others.
+    pub victims: usize,
+    /// How many communicators these are.
+    pub communicators: usize,
+}
+
+/// A rank that holds others up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Named {
+    /// Its number in the communicator.
+    pub rank: i32,
+    /// What is known of it.
+    pub member: Option<Member>,
+    /// The interfaces that it uses: of a send under way, those by which it goes.
+    pub interfaces: Vec<String>,
+}
+
+impl Finding {
+    /// The verdict as a sentence, without the communicator's name.
+    pub(crate) fn sentence(&self) -> String {
+        let mut text = self.comm.explain(&self.verdict);
+        if self.communicators > 1 {
+            text += &format!("; in all, {} ranks in {} communicators wait for this", self.victims, self.communicators);
+        }
+        text
+    }
+
+    /// The ranks that hold the others up.
+    pub(crate) fn named(&self) -> Vec<Named> {
+        if let Cause::Deadlock(holds) = &self.verdict.cause {
+            let of =
+                |rank, member: &Member| Named { rank, interfaces: member.interfaces(), member: Some(member.clone()) };
+            return holds.iter().map(|hold| of(hold.rank, &hold.member)).collect();
+        }
+        let of = |rank| {
+            let member = self.comm.members.get(&rank).cloned();
+            let route = match &self.verdict.cause {
+                Cause::Chain(_, Some(wait)) if wait.on == On::Network => self.comm.route(rank, wait.peer, true),
+                _ => None,
+            };
+            let interfaces = route
+                .map(|route| route.interfaces.clone())
+                .or_else(|| member.as_ref().map(Member::interfaces))
+                .unwrap_or_default();
+            Named { rank, member, interfaces }
+        };
+        self.verdict.named().into_iter().map(of).collect()
+    }
+}
