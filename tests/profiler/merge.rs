@@ -19,6 +19,18 @@ use super::play::{Comm, Pace, Ring, Shape};
 const RANKS: i32 = 3;
 const SHAPE: Shape = Shape { channels: 1, steps: 6, bytes: 1 << 16 };
 const COLLECTIVES: u64 = 30;
+
+/// How large a job is, and when its late ranks are late.
+#[derive(Clone, Copy)]
+struct Plan {
+    ranks: i32,
+    collectives: u64,
+    /// A late rank comes late to each collective of which the number has the same remainder as its own.
+    turns: u64,
+}
+
+const PLAN: Plan = Plan { ranks: RANKS, collectives: COLLECTIVES, turns: 1 };
+
 /// Long enough for the slowest job below, so that no rank falls behind the schedule.
 const PERIOD: u64 = 60_000_000;
 
@@ -43,24 +55,28 @@ impl Slow {
     /// Nothing but a short way.
     const NOT: Slow = Slow { late: 0, gpu: 0, receiver: 0, unready: 0, rails: [10, 10], flush: 0 };
 
-    fn to_args(self, rank: i32) -> String {
+    fn to_args(self, rank: i32, plan: Plan) -> String {
         let Slow { late, gpu, receiver, unready, rails: [first, second], flush } = self;
-        format!("{rank},{late},{gpu},{receiver},{unready},{first},{second},{flush}")
+        let Plan { ranks, collectives, turns } = plan;
+        format!("{ranks},{collectives},{turns},{rank},{late},{gpu},{receiver},{unready},{first},{second},{flush}")
     }
 
-    fn from_args(args: &str) -> (i32, Slow) {
+    fn from_args(args: &str) -> (i32, Plan, Slow) {
         let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
-        let [rank, late, gpu, receiver, unready, first, second, flush] = numbers[..] else { panic!("{args}") };
-        (rank as i32, Slow { late, gpu, receiver, unready, rails: [first, second], flush })
+        let [ranks, collectives, turns, rank, late, gpu, receiver, unready, first, second, flush] = numbers[..] else {
+            panic!("{args}")
+        };
+        let plan = Plan { ranks: ranks as i32, collectives, turns };
+        (rank as i32, plan, Slow { late, gpu, receiver, unready, rails: [first, second], flush })
     }
 }
 
 /// One rank of a job that works in step.
 pub(crate) fn play(args: &str) {
-    let (rank, slow) = Slow::from_args(args);
+    let (rank, Plan { ranks, collectives, turns }, slow) = Slow::from_args(args);
     let mut mask = 0;
-    let comm = Comm::new(Host::load(6), CommDescr { id: 0x5105, ranks: RANKS, rank }, &mut mask);
-    let ring = ring(rank);
+    let comm = Comm::new(Host::load(6), CommDescr { id: 0x5105, ranks, rank }, &mut mask);
+    let ring = ring(rank, ranks);
     let start = agree_on_start(rank, &ring);
     let pace = Pace {
         gpu: Duration::from_micros(slow.gpu),
@@ -69,22 +85,23 @@ pub(crate) fn play(args: &str) {
         wire: slow.rails.map(Duration::from_micros),
         flush: Duration::from_micros(slow.flush),
     };
-    for seq in 0..COLLECTIVES {
-        let due = start + seq * PERIOD + slow.late * 1000;
+    for seq in 0..collectives {
+        let late = if seq % turns == rank as u64 % turns { slow.late * 1000 } else { 0 };
+        let due = start + seq * PERIOD + late;
         std::thread::sleep(Duration::from_nanos(due.saturating_sub(clock::now())));
         let task = comm.enqueue(seq, 1 << 14);
-        comm.progress_over(Some(&ring), task, SHAPE, (rank + 1) % RANKS, (rank + RANKS - 1) % RANKS, pace);
+        comm.progress_over(Some(&ring), task, SHAPE, (rank + 1) % ranks, (rank + ranks - 1) % ranks, pace);
     }
     comm.finalize();
 }
 
 /// Connects to the next rank and is connected to by the one before.
-fn ring(rank: i32) -> Ring {
+fn ring(rank: i32, ranks: i32) -> Ring {
     let dir = PathBuf::from(std::env::var("TOWLINE_PROFILE_DIR").unwrap());
     let path = |rank: i32| dir.join(format!("ring-{rank}.sock"));
     let listener = UnixListener::bind(path(rank)).unwrap();
     let to = loop {
-        match UnixStream::connect(path((rank + 1) % RANKS)) {
+        match UnixStream::connect(path((rank + 1) % ranks)) {
             Ok(stream) => break stream,
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
@@ -111,9 +128,13 @@ fn agree_on_start(rank: i32, ring: &Ring) -> u64 {
 
 /// Plays the job; `of` says what slows each rank.
 fn job(dir: &Path, of: impl Fn(i32) -> Slow) -> Vec<PathBuf> {
-    let children: Vec<_> = (0..RANKS)
+    job_of(dir, PLAN, of)
+}
+
+fn job_of(dir: &Path, plan: Plan, of: impl Fn(i32) -> Slow) -> Vec<PathBuf> {
+    let children: Vec<_> = (0..plan.ranks)
         .map(|rank| {
-            let mut command = super::command(&format!("job:{}", of(rank).to_args(rank)), dir);
+            let mut command = super::command(&format!("job:{}", of(rank).to_args(rank, plan)), dir);
             command.env("TOWLINE_PROFILE", "trace,summary").spawn().unwrap()
         })
         .collect();
@@ -208,6 +229,51 @@ fn a_rank_that_comes_late_is_named_with_its_lateness() {
     let report = findings(&files);
     let line = report.lines().find(|line| line.contains("comes late")).expect(&report);
     assert!(line.contains("rank 1 ("), "{report}");
+}
+
+#[test]
+fn two_ranks_that_are_late_by_turns_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = Plan { ranks: 4, collectives: 96, turns: 2 };
+    let files = job_of(dir.path(), plan, |rank| Slow { late: if rank >= 2 { 20_000 } else { 0 }, ..Slow::NOT });
+    let report = findings(&files);
+    let line = report.lines().find(|line| line.contains("come late by turns")).expect(&report);
+    let [second, third] = [2, 3].map(|rank| format!("rank {rank} ({})", host()));
+    let are_named = [[&second, &third], [&third, &second]].iter().any(|[a, b]| line.contains(&format!("{a} and {b}")));
+    assert!(are_named, "{report}");
+}
+
+#[test]
+fn a_collective_is_drawn_with_each_rank_and_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |_| Slow::NOT);
+    let picture = dir.path().join("call.svg");
+    let said = towline(&["trace", "draw", "-o", picture.to_str().unwrap()], &files);
+    assert!(said.contains(": 3 ranks, "), "{said}");
+    let svg = std::fs::read_to_string(&picture).unwrap();
+    // Each rank with what it sends and receives, and its two rails.
+    let rows: Vec<&str> = svg.lines().filter_map(|line| line.strip_suffix("</text>")?.rsplit('>').next()).collect();
+    let mut rows = rows.into_iter().skip_while(|row| !row.starts_with("rank "));
+    for rank in 0..RANKS {
+        let [to, from] = [(rank + 1) % RANKS, (rank + 2) % RANKS];
+        let expected = [
+            format!("rank {rank} ({})", host()),
+            "call".into(),
+            format!("send to {to}"),
+            "rail 0 out".into(),
+            "rail 1 out".into(),
+            format!("receive from {from}"),
+            "rail 0 in".into(),
+            "rail 1 in".into(),
+        ];
+        assert_eq!(rows.by_ref().take(expected.len()).collect::<Vec<_>>(), expected, "{svg}");
+    }
+    assert_eq!((rows.next(), svg.matches(">AllReduce, ").count()), (None, RANKS as usize), "{svg}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args(["trace", "draw", "--collective", "30", "-o"]).arg(&picture).args(&files);
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && said.contains("there is no collective number 30"), "{said}");
 }
 
 #[test]
