@@ -60,14 +60,14 @@ class ExampleOutput(unittest.TestCase):
 
 
 # Plays nccl-tests under a profiler: FAKE says what goes wrong.
-FAKE = f"""#!{sys.executable}
+FAKE = f"""#!{sys.executable} -IS
 import os, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 fault = os.environ.get("FAKE", "")
-sys.path.insert(0, {ROOT!r} + "/tests")
-import gpu_profiler_test as play
 open(os.environ["NCCL_DEBUG_FILE"], "w").write("via NET/" + ("Socket" if fault == "socket" else "Towline"))
 if "NCCL_PROFILE_DUMP_FILE" in os.environ:
+    sys.path.insert(0, {ROOT!r} + "/tests")
+    import gpu_profiler_test as play
     for rank in range(int(given["-g"])):
         size = 99 if fault == "example" else 100
         text = "\\n".join(play.operation(100, [size]) + play.operation(50, [50], name="ProgressRecv", op=1))

@@ -44,7 +44,7 @@ TABLE = """# nccl-tests version 2.19.6 nccl-headers=22809 nccl-library=22809
 
 # Prints the table that the real binaries print. FAKE_US is the time of one operation, FAKE_WRONG the wrong elements;
 # the log is written where NCCL would write it.
-FAKE = """#!{python}
+FAKE = """#!{python} -IS
 import os, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 ranks = int(given["-t"]) * int(given["-g"])
