@@ -6,7 +6,6 @@ Runs without a GPU, against a stand-in that prints nccl-tests' table:  python3 -
 import argparse
 import contextlib
 import csv
-import functools
 import io
 import json
 import os
@@ -387,9 +386,13 @@ for line in sys.stdin:
                 file.write(self.RANK)
             words = "--towline . --networks loopback --collectives all_reduce --sizes 8,128K --rounds 3".split()
             options, kept = compare_networks.arguments(words), []
-            with unittest.mock.patch.object(processes, "Group", functools.partial(processes.Group, script=script)):
+            with unittest.mock.patch.object(processes, "RANK", script):
                 samples, wrong, problems = compare_networks.measure(options, "loopback", time.monotonic() + 60, kept.append)
-        self.assertEqual((wrong, problems, len(kept)), (0, [], 2 * 3 * 4))
+            options = compare_networks.arguments([*words, "--training"])
+            with unittest.mock.patch.object(compare_networks, "TRAINING_RANK", script):
+                steps, _, no_problems = compare_networks.measure(options, "loopback", time.monotonic() + 60, kept.append)
+        self.assertEqual((wrong, problems, no_problems, len(kept)), (0, [], [], 2 * 2 * 3 * 4))
+        self.assertEqual(list(steps), [("fsdp", 365_000_000), ("ddp", 365_000_000)])
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown):
             misses = compare_networks.report("loopback", samples, options.margin)

@@ -10,6 +10,7 @@ are taken within a round; a miss is a median ratio above 1, or an interval that 
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 
@@ -33,6 +34,9 @@ NETWORKS = {
 SIZES = "8,2K,32K,128K,512K,2M,16M,128M"
 OTHER_SIZES = "128K,2M,64M"
 COLLECTIVES = "all_reduce,all_gather,reduce_scatter,alltoall,sendrecv"
+# Steps of a training: how it is spread, and the parameters of its model.
+TRAININGS = (("fsdp", 365_000_000), ("ddp", 365_000_000))
+TRAINING_RANK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "training_rank.py")
 SOCKETS = ("socket", "socket-2x8", "socket-4x1-4ch")
 
 
@@ -45,6 +49,7 @@ def arguments(words=None):
     parser.add_argument("--collectives", default=COLLECTIVES, help="of %(default)s")
     parser.add_argument("--sizes", default=SIZES, help="for all_reduce; default %(default)s")
     parser.add_argument("--other-sizes", default=OTHER_SIZES, help="for the rest; default %(default)s")
+    parser.add_argument("--training", action="store_true", help="steps of an FSDP and a DDP training instead; needs PyTorch with CUDA")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contender; default %(default)s")
     parser.add_argument("--margin", type=float, default=1.05, help="how far an interval may reach; default %(default)s")
     parser.add_argument(
@@ -76,6 +81,9 @@ def arguments(words=None):
 
 def work(options):
     """The collectives and sizes to measure."""
+    if options.training:
+        yield from TRAININGS
+        return
     for collective in options.collectives.split(","):
         sizes = options.sizes if collective == "all_reduce" else options.other_sizes
         for text in sizes.split(","):
@@ -113,11 +121,12 @@ def rows(options, shape):
 def measure(options, name, deadline, keep):
     """Samples by collective, size and contender, each by round."""
     samples, wrong, problems = {}, 0, []
+    script = TRAINING_RANK if options.training else processes.RANK
     with network(options, name) as (wraps, interfaces), contextlib.ExitStack() as groups:
         started = {}
         common = {"NCCL_SOCKET_IFNAME": interfaces}
         for row in rows(options, NETWORKS[name]):
-            group = processes.Group(2, 2, row.environment(common, options.nccl), 120, wraps=wraps)
+            group = processes.Group(2, 2, row.environment(common, options.nccl), 120, script=script, wraps=wraps)
             groups.callback(group.end)
             if group.problem:
                 problems.append(f"{name}, {row.name}: {group.problem}\n{group.said()}")
