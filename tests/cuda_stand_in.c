@@ -15,9 +15,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_READY = 600, ILLEGAL_ADDRESS = 700 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_READY = 600, ILLEGAL_ADDRESS = 700, DESTROYED = 709 };
 
-static int context;
+/* Each reset ends the context and makes another one. */
+static char contexts[16];
+static int resets;
+#define context contexts[__atomic_load_n(&resets, __ATOMIC_SEQ_CST)]
 static __thread void *current;
 static __thread int depth;
 
@@ -25,6 +28,7 @@ int cuInit(unsigned flags) { return flags; }
 int cuDeviceGetCount(int *count) { *count = 1; return OK; }
 int cuDeviceGet(int *device, int ordinal) { *device = 7 + ordinal; return OK; }
 int cuDevicePrimaryCtxRetain(void **ctx, int device) { *ctx = &context; return device == 7 ? OK : INVALID_DEVICE; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return device == 7 ? OK : INVALID_DEVICE; }
 int cuCtxSetCurrent(void *ctx) { current = ctx; return OK; }
 int cuCtxGetDevice(int *device) { *device = 7; return current == &context ? OK : INVALID_CONTEXT; }
 int cuDeviceGetPCIBusId(char *text, int length, int device) {
@@ -115,7 +119,7 @@ int cuPointerGetAttribute(void *data, int attribute, uint64_t address) {
 /* Contexts of a thread. */
 
 int cuCtxPushCurrent_v2(void *ctx) {
-  if (ctx != &context) return INVALID_CONTEXT;
+  if (ctx != &context) return DESTROYED;
   depth++;
   return OK;
 }
@@ -161,6 +165,7 @@ void stand_in_late(int queries) { late = queries; }
 void stand_in_fail(int copies) { until_failure = copies; failed = 0; }
 /* A stream of the application's, of priority 0, waits. All of that priority share a queue, so none of them moves. */
 void stand_in_hold(int whether) { __atomic_store_n(&held, whether, __ATOMIC_SEQ_CST); }
+void stand_in_reset(void) { __atomic_add_fetch(&resets, 1, __ATOMIC_SEQ_CST); }
 int stand_in_waiting(void) { return __atomic_load_n(&copies_waiting, __ATOMIC_SEQ_CST); }
 
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
@@ -253,28 +258,42 @@ static int perform(struct op *op) {
   return OK;
 }
 
+/* Does what is in a stream up to this place, or all. */
+static int proceed(struct stream *stream, struct op *end) {
+  int code = OK;
+  for (struct op *op = stream->first; op; op = stream->first) {
+    int is_end = op == end;
+    stream->first = op->next;
+    if (!op->next) stream->last = &stream->first;
+    if (perform(op)) code = ILLEGAL_ADDRESS;
+    if (op->kind == EVENT && op->event) op->event->op = NULL;
+    free(op);
+    if (is_end) break;
+  }
+  return code;
+}
+
+static int is_held(struct stream *stream) { return stream->priority == 0 && __atomic_load_n(&held, __ATOMIC_SEQ_CST); }
+
 int cuEventQuery(void *event_) {
   struct event *event = event_;
   if (!depth) return INVALID_CONTEXT;
   pthread_mutex_lock(&lock);
   int code = failed ? ILLEGAL_ADDRESS : OK;
   struct stream *stream = event->op ? (struct stream *)(uintptr_t)event->op->from : NULL;
-  int is_held = stream && stream->priority == 0 && __atomic_load_n(&held, __ATOMIC_SEQ_CST);
-  if (stream && (is_held || event->late-- > 0) && !failed) {
+  if (stream && (is_held(stream) || event->late-- > 0) && !failed)
     code = NOT_READY;
-  } else if (stream) {
-    struct op *op, *end = event->op;
-    do {
-      op = stream->first;
-      stream->first = op->next;
-      if (!op->next) stream->last = &stream->first;
-      if (perform(op)) code = ILLEGAL_ADDRESS;
-      if (op->kind == EVENT && op->event) op->event->op = NULL;
-      int is_end = op == end;
-      free(op);
-      if (is_end) break;
-    } while (1);
-  }
+  else if (stream && proceed(stream, event->op))
+    code = ILLEGAL_ADDRESS;
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+
+int cuStreamQuery(void *stream_) {
+  struct stream *stream = stream_;
+  if (!depth) return INVALID_CONTEXT;
+  pthread_mutex_lock(&lock);
+  int code = is_held(stream) && !failed ? NOT_READY : proceed(stream, NULL) || failed ? ILLEGAL_ADDRESS : OK;
   pthread_mutex_unlock(&lock);
   return code;
 }

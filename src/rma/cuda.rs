@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use libloading::os::unix::Library;
 
@@ -40,8 +40,6 @@ macro_rules! driver {
         pub(crate) struct Driver {
             $($field: unsafe extern "C" fn($($argument),*) -> Code,)*
             error_name: Option<unsafe extern "C" fn(Code, *mut *const c_char) -> Code>,
-            /// The primary contexts that were retained, by the GPU's number.
-            primary: Mutex<Vec<(c_int, Context)>>,
             /// Never closed: the driver keeps threads and state.
             _library: ManuallyDrop<Library>,
         }
@@ -53,7 +51,6 @@ macro_rules! driver {
                     $($field: *unsafe { library.get(concat!($name, "\0").as_bytes()) }?,)*
                     // SAFETY: as above.
                     error_name: unsafe { library.get(b"cuGetErrorName\0") }.ok().map(|found| *found),
-                    primary: Mutex::default(),
                     _library: ManuallyDrop::new(library),
                 })
             }
@@ -66,12 +63,14 @@ driver! {
     pointer_attribute: "cuPointerGetAttribute" fn(*mut c_void, c_int, u64);
     device: "cuDeviceGet" fn(*mut c_int, c_int);
     retain: "cuDevicePrimaryCtxRetain" fn(*mut *mut c_void, c_int);
+    release: "cuDevicePrimaryCtxRelease_v2" fn(c_int);
     push: "cuCtxPushCurrent_v2" fn(*mut c_void);
     pop: "cuCtxPopCurrent_v2" fn(*mut *mut c_void);
     exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
     priorities: "cuCtxGetStreamPriorityRange" fn(*mut c_int, *mut c_int);
     stream_create: "cuStreamCreateWithPriority" fn(*mut *mut c_void, c_uint, c_int);
     stream_destroy: "cuStreamDestroy_v2" fn(*mut c_void);
+    stream_query: "cuStreamQuery" fn(*mut c_void);
     event_create: "cuEventCreate" fn(*mut *mut c_void, c_uint);
     event_destroy: "cuEventDestroy_v2" fn(*mut c_void);
     event_record: "cuEventRecord" fn(*mut c_void, *mut c_void);
@@ -163,18 +162,16 @@ impl Driver {
         self.primary_context(ordinal)
     }
 
-    /// The primary context of a GPU. It is retained once and never released: the process ends with its use.
+    /// The primary context of a GPU. The application, whose memory is in it, keeps it; after `cudaDeviceReset` it is another one,
+    /// so none is remembered.
     fn primary_context(&self, ordinal: c_int) -> Result<Context> {
-        let mut primary = self.primary.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, context)) = primary.iter().find(|(known, _)| *known == ordinal) {
-            return Ok(*context);
-        }
         let (mut context, mut device): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer.
         self.check("finding the GPU", unsafe { (self.device)(&raw mut device, ordinal) })?;
         // SAFETY: as above.
         self.check("opening the GPU", unsafe { (self.retain)(&raw mut context, device) })?;
-        primary.push((ordinal, Context(context)));
+        // SAFETY: it was retained here.
+        self.check("leaving the GPU to its owner", unsafe { (self.release)(device) })?;
         Ok(Context(context))
     }
 
@@ -237,6 +234,13 @@ impl Driver {
             // SAFETY: as above.
             self.check("ending a stream", unsafe { (self.stream_destroy)(stream.0) })
         });
+    }
+
+    /// Whether a stream that takes nothing more does nothing more. A context that has failed, or is gone, does nothing.
+    pub(crate) fn is_idle(&self, context: Context, stream: &Object) -> bool {
+        // SAFETY: a stream of this driver.
+        let asked = self.within(context, || Ok(unsafe { (self.stream_query)(stream.0) } != NOT_READY));
+        asked.unwrap_or(true)
     }
 
     /// So many bytes of host memory that all GPUs reach.

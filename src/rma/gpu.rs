@@ -180,12 +180,12 @@ impl Gpu {
     fn ask(&self) -> bool {
         let mut progress = self.progress();
         let mut moved = false;
-        while let Some((number, event)) = progress.under_way.pop_front() {
+        while progress.failure.is_none()
+            && let Some((number, event)) = progress.under_way.pop_front()
+        {
             match self.driver.has_happened(self.context, &event) {
                 Ok(true) => {
-                    if progress.failure.is_none() {
-                        progress.reached = number;
-                    }
+                    progress.reached = number;
                     progress.free.push(event);
                     moved = true;
                 }
@@ -194,22 +194,38 @@ impl Gpu {
                     break;
                 }
                 Err(error) => {
-                    progress.failure.get_or_insert(error);
-                    progress.free.push(event);
-                    moved = true;
+                    progress.under_way.push_front((number, event));
+                    progress.failure = Some(error);
                 }
             }
         }
+        // After a failure the events tell nothing: one may not stand behind the copy that it was meant for.
+        if progress.failure.is_some()
+            && !progress.under_way.is_empty()
+            && self.driver.is_idle(self.context, &self.stream)
+        {
+            let Progress { free, under_way, .. } = &mut *progress;
+            free.extend(under_way.drain(..).map(|(_, event)| event));
+            moved = true;
+        }
         moved
+    }
+
+    /// Waits until nothing is under way.
+    fn settle(&self) {
+        while !self.progress().under_way.is_empty() {
+            self.ask();
+            std::thread::yield_now();
+        }
     }
 }
 
 impl Drop for Gpu {
+    /// Copies use the cell and the staging memory, which go behind this.
     fn drop(&mut self) {
-        let progress = std::mem::take(&mut *self.progress());
-        let events: Vec<Object> =
-            progress.free.into_iter().chain(progress.under_way.into_iter().map(|(_, event)| event)).collect();
-        self.driver.end_stream(self.context, &self.stream, &events);
+        self.settle();
+        let free = std::mem::take(&mut self.progress().free);
+        self.driver.end_stream(self.context, &self.stream, &free);
         self.driver.free_host_memory(self.context, self.cell);
     }
 }
@@ -267,15 +283,36 @@ impl Gpus {
 
     /// Waits until nothing is under way.
     pub(crate) fn settle(&self) {
-        let marks = self.latest();
-        while !marks.iter().all(Mark::is_over) {
-            self.ask();
-            std::thread::yield_now();
-        }
+        self.known().iter().for_each(|gpu| gpu.settle());
     }
 
     /// Forgets them.
     pub(crate) fn clear(&self) {
         self.known().clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cuda::simulation as gpu;
+    use super::*;
+
+    /// The event that would tell is one that was recorded before, or never.
+    #[test]
+    fn a_copy_whose_event_fails_is_waited_for() {
+        for events_before in [0, 3] {
+            gpu::begin(1, 7);
+            let (gpus, source, target) = (Gpus::default(), [7_u8; 64], [0_u8; 64]);
+            let of = gpus.found_by(gpu::driver(), source.as_ptr().expose_provenance(), 2).expect("a simulated GPU");
+            let [to, from] = [&target, &source].map(|it| it.as_ptr().expose_provenance());
+            gpu::records(events_before);
+            // SAFETY: both places outlive the copies, which `settle` waits for.
+            while unsafe { of.copy(to, from, 64) }.is_ok() {}
+            gpus.settle();
+            assert_eq!(gpu::waiting(), 0, "its memory may be freed now");
+            drop(of);
+            gpus.clear();
+            assert_eq!(gpu::left(), (0, 0, 0));
+        }
     }
 }

@@ -5,9 +5,9 @@
 //! time, and other groups of the process wait for their turn at it ([`Turns`]), so that no other addition comes between.
 
 use std::collections::HashMap;
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::{mem, ptr};
 
 use super::gpu::{Gpu, Mark};
 use super::registry::{Registry, Spot};
@@ -67,28 +67,32 @@ impl Signals {
                 Some(gpu) => Step::Waits(self.turns.take(place.address, Arc::as_ptr(gpu).addr())),
             };
         }
-        *step = match std::mem::replace(step, Step::DONE) {
+        // Where the GPU fails the step stays as it is, and its turn ends with it: not before the placer has waited for the stream.
+        match step {
             Step::Waits(turn) if Arc::strong_count(&self.reading) == 1 && turn.has_come() => {
-                match registry.locate_signal(signal) {
-                    Ok(Spot { address, gpu: Some(gpu), .. }) => {
-                        // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer
-                        // has seen the stream come this far.
-                        let mark = unsafe { gpu.read(address) }?;
-                        Step::Read(mark, turn, Arc::clone(&self.reading))
-                    }
+                let mark = match registry.locate_signal(signal) {
+                    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has
+                    // seen the stream come this far.
+                    Ok(Spot { address, gpu: Some(gpu), .. }) => Some(unsafe { gpu.read(address) }?),
                     // A registration that has ended since takes no signal any more.
+                    _ => None,
+                };
+                *step = match (mark, mem::replace(step, Step::DONE)) {
+                    (Some(mark), Step::Waits(turn)) => Step::Read(mark, turn, Arc::clone(&self.reading)),
                     _ => Step::DONE,
-                }
+                };
             }
-            Step::Read(mark, turn, _) if mark.is_reached()? => {
+            Step::Read(mark, ..) if mark.is_reached()? => {
                 let sum = mark.gpu.number_read().wrapping_add(signal.value);
-                match registry.locate_signal(signal) {
-                    Ok(place) => Step::Written(Some(write(&mark.gpu, place.address, sum)?), Some(turn)),
-                    Err(_) => Step::DONE,
-                }
+                let place = registry.locate_signal(signal).ok();
+                let written = place.map(|place| write(&mark.gpu, place.address, sum)).transpose()?;
+                *step = match (written, mem::replace(step, Step::DONE)) {
+                    (Some(mark), Step::Read(_, turn, _)) => Step::Written(Some(mark), Some(turn)),
+                    _ => Step::DONE,
+                };
             }
-            step => step,
-        };
+            _ => {}
+        }
         Ok(())
     }
 
@@ -111,4 +115,36 @@ fn add_in_host_memory(address: usize, value: u64) {
     let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
     // What was placed before becomes visible before the signal.
     number.fetch_add(value, Ordering::AcqRel);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cuda::simulation as gpu;
+    use super::super::gpu::Gpus;
+    use super::super::registry::Region;
+    use super::*;
+
+    /// Its number may be written all the same, when another group has read it.
+    #[test]
+    fn a_turn_lasts_until_a_failed_signal_is_let_go() {
+        gpu::begin(1, 0);
+        let (gpus, registry, turns, numbers) = (Gpus::default(), Registry::default(), Arc::default(), [0_u64; 1]);
+        let address = numbers.as_ptr().expose_provenance();
+        let gpu = Some(gpus.found_by(gpu::driver(), address, 2).expect("a simulated GPU"));
+        registry.add(Region { address, size: 8, gpu, only_ours: false }).expect("a registration");
+        let (mut signals, signal) = (Signals::of(Arc::clone(&turns)), Signal { region: 1, offset: 0, value: 5 });
+        let mut step = Step::New;
+        while !matches!(step, Step::Read(..)) {
+            signals.advance(&registry, &signal, &mut step).expect("nothing fails");
+        }
+        gpus.ask();
+        gpu::records(0);
+        assert!(signals.advance(&registry, &signal, &mut step).is_err());
+        assert_eq!(gpu::waiting(), 1, "the write is on its way");
+        let other = turns.take(address, 1);
+        assert!(!other.has_come());
+        gpus.settle();
+        drop(step);
+        assert!(other.has_come());
+    }
 }

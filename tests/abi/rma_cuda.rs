@@ -4,7 +4,9 @@
 use std::time::{Duration, Instant};
 
 use crate::support::one_sided::{ON, Rank, at, connected, moves_all_sizes, signals_follow_their_puts};
-use crate::support::window::{Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in};
+use crate::support::window::{
+    Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in, the_context_ends,
+};
 use crate::support::{child, watchdog};
 use towline::host::log::Capture;
 use towline::host::{Code, Object, PutSignal};
@@ -125,18 +127,16 @@ fn a_signal_comes_while_all_queues_of_the_application_wait_for_it() {
 fn registrations_end_while_copies_are_late() {
     alone("rma_cuda::registrations_end_while_copies_are_late", || {
         let _watchdog = watchdog(100);
-        let size = 16 << 20;
-        for round in 0..6 {
-            copies_are_late(20 * round);
+        let size = 4 << 20;
+        for (round, late) in [0, 2, 5, 20].into_iter().enumerate() {
+            copies_are_late(late);
             let ranks = connected(16, 2);
             let (source, window) = (Window::gpu(size), Window::gpu(size));
             let mrs = [ranks[0].register(&source), ranks[1].register(&window)];
             let what = (at(mrs[0], 0), size, at(mrs[0], 0));
             let requests: Vec<Object> = (0..4).map(|_| ranks[0].put(what, 1, None)).collect();
             std::thread::sleep(Duration::from_millis(round as u64 * 3));
-            let start = Instant::now();
             ranks[1].rma.dereg_mr(ranks[1].group, mrs[1]).expect("deregMrSym");
-            assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
             // A copy that comes now is the process's death.
             drop(window);
             if round % 2 == 0 {
@@ -176,6 +176,28 @@ fn groups_close_while_copies_are_under_way() {
             assert_eq!(copies_waiting(), 0);
             // A copy that comes now is the process's death.
             drop(window);
+        }
+    });
+}
+
+/// `cudaDeviceReset` ends the context under a communicator; the next one finds the new context.
+#[test]
+fn a_context_that_is_gone_is_an_error_and_the_next_one_is_found() {
+    alone("rma_cuda::a_context_that_is_gone_is_an_error_and_the_next_one_is_found", || {
+        let _watchdog = watchdog(60);
+        for is_reset in [true, false] {
+            let ranks = connected(16, 2);
+            let window = Window::gpu(4096);
+            let [mr, _] = [0, 1].map(|rank: usize| ranks[rank].register(&window));
+            let put = || ranks[0].wait(ranks[0].put((at(mr, 0), 64, at(mr, 64)), 1, None));
+            assert_eq!(put(), Ok(()));
+            if is_reset {
+                the_context_ends();
+                assert!(put().is_err() && put().is_err());
+            }
+            let start = Instant::now();
+            ranks.into_iter().for_each(Rank::close);
+            assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
         }
     });
 }

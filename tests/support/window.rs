@@ -34,6 +34,7 @@ struct StandIn {
     late: Symbol<unsafe extern "C" fn(c_int)>,
     fail: Symbol<unsafe extern "C" fn(c_int)>,
     hold: Symbol<unsafe extern "C" fn(c_int)>,
+    reset: Symbol<unsafe extern "C" fn()>,
     waiting: Symbol<unsafe extern "C" fn() -> c_int>,
     _library: Library,
 }
@@ -50,6 +51,7 @@ fn driver() -> &'static StandIn {
                 late: library.get(b"stand_in_late").expect("the stand-in's"),
                 fail: library.get(b"stand_in_fail").expect("the stand-in's"),
                 hold: library.get(b"stand_in_hold").expect("the stand-in's"),
+                reset: library.get(b"stand_in_reset").expect("the stand-in's"),
                 waiting: library.get(b"stand_in_waiting").expect("the stand-in's"),
                 _library: library,
             }
@@ -73,6 +75,12 @@ pub fn copies_fail(after: c_int) {
 pub fn a_stream_waits(whether: bool) {
     // SAFETY: as above.
     unsafe { (driver().hold)(c_int::from(whether)) }
+}
+
+/// The GPU's context ends, with the streams and events in it, and there is a new one.
+pub fn the_context_ends() {
+    // SAFETY: as above.
+    unsafe { (driver().reset)() }
 }
 
 /// How many copies and signals have been given to the GPU and have not happened.

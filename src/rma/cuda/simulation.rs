@@ -16,7 +16,8 @@ enum Op {
 
 #[derive(Default)]
 struct Gpu {
-    retained: usize,
+    /// How often the primary context was retained and not released, and how often it was retained.
+    retained: (usize, usize),
     /// The streams that were made and not ended, and what each has to do.
     streams: HashMap<usize, VecDeque<Op>>,
     /// The events that were made and not ended, each with the stream that has not come to it.
@@ -25,6 +26,8 @@ struct Gpu {
     names: usize,
     /// So many events can be made.
     events_left: usize,
+    /// So many events can be recorded.
+    records_left: usize,
     /// How many of eight questions after an event that has not happened find it so.
     late: u64,
     random: u64,
@@ -51,8 +54,8 @@ impl Gpu {
         (self.random >> 32) % 8 < self.late
     }
 
-    /// Does what is in a stream up to this event.
-    fn come_to(&mut self, stream: usize, event: usize) {
+    /// Does what is in a stream up to this event, or all.
+    fn come_to(&mut self, stream: usize, event: Option<usize>) {
         let ops = self.streams.get_mut(&stream).expect("a stream");
         while let Some(op) = ops.pop_front() {
             match op {
@@ -71,7 +74,7 @@ impl Gpu {
                     if !ops.iter().any(|op| matches!(op, Op::Event(again) if *again == passed)) {
                         self.events.insert(passed, None);
                     }
-                    if passed == event {
+                    if Some(passed) == event {
                         return;
                     }
                 }
@@ -82,7 +85,19 @@ impl Gpu {
 
 /// Begins anew on this thread: `late` of eight questions after an event find that it has not happened.
 pub(crate) fn begin(seed: u64, late: u64) {
-    with(|gpu| *gpu = Gpu { random: seed | 1, late, events_left: usize::MAX, ..Gpu::default() });
+    with(|gpu| {
+        *gpu = Gpu { random: seed | 1, late, events_left: usize::MAX, records_left: usize::MAX, ..Gpu::default() }
+    });
+}
+
+/// So many events can be recorded from now on.
+pub(crate) fn records(left: usize) {
+    with(|gpu| gpu.records_left = left);
+}
+
+/// How many things the streams have to do.
+pub(crate) fn waiting() -> usize {
+    with(|gpu| gpu.streams.values().map(VecDeque::len).sum())
 }
 
 /// The streams, events and blocks of page-locked memory that were made and not ended.
@@ -112,9 +127,14 @@ unsafe extern "C" fn device(device: *mut c_int, ordinal: c_int) -> Code {
 }
 
 unsafe extern "C" fn retain(context: *mut *mut c_void, _device: c_int) -> Code {
-    with(|gpu| gpu.retained += 1);
+    with(|gpu| gpu.retained = (gpu.retained.0 + 1, gpu.retained.1 + 1));
     // SAFETY: as above.
     unsafe { *context = std::ptr::without_provenance_mut(64) };
+    0
+}
+
+unsafe extern "C" fn release(_device: c_int) -> Code {
+    with(|gpu| gpu.retained.0 -= 1);
     0
 }
 
@@ -152,6 +172,16 @@ unsafe extern "C" fn stream_destroy(stream: *mut c_void) -> Code {
     with(|gpu| c_int::from(gpu.streams.remove(&stream.addr()).is_none()))
 }
 
+unsafe extern "C" fn stream_query(stream: *mut c_void) -> Code {
+    with(|gpu| {
+        if !gpu.streams[&stream.addr()].is_empty() && gpu.is_late() {
+            return NOT_READY;
+        }
+        gpu.come_to(stream.addr(), None);
+        0
+    })
+}
+
 unsafe extern "C" fn event_create(event: *mut *mut c_void, _flags: c_uint) -> Code {
     let name = with(|gpu| {
         gpu.events_left = gpu.events_left.checked_sub(1)?;
@@ -182,6 +212,10 @@ fn append(stream: *mut c_void, op: Op) -> Code {
 }
 
 unsafe extern "C" fn event_record(event: *mut c_void, stream: *mut c_void) -> Code {
+    let left = with(|gpu| gpu.records_left.checked_sub(1).inspect(|left| gpu.records_left = *left));
+    if left.is_none() {
+        return 2;
+    }
     append(stream, Op::Event(event.addr()))
 }
 
@@ -191,7 +225,7 @@ unsafe extern "C" fn event_query(event: *mut c_void) -> Code {
         Some(None) => 0,
         Some(Some(_)) if gpu.is_late() => NOT_READY,
         Some(Some(stream)) => {
-            gpu.come_to(stream, event.addr());
+            gpu.come_to(stream, Some(event.addr()));
             0
         }
     })
@@ -230,12 +264,14 @@ pub(crate) fn driver() -> &'static Driver {
             pointer_attribute,
             device,
             retain,
+            release,
             push,
             pop,
             exchange_mode,
             priorities,
             stream_create,
             stream_destroy,
+            stream_query,
             event_create,
             event_destroy,
             event_record,
@@ -245,19 +281,19 @@ pub(crate) fn driver() -> &'static Driver {
             copy,
             write_value,
             error_name: None,
-            primary: Mutex::default(),
             _library: ManuallyDrop::new(Library::this()),
         }));
     }
     DRIVER.with(|driver| *driver)
 }
 
+/// So a context that is made anew, after `cudaDeviceReset`, is found.
 #[test]
-fn a_gpu_is_opened_once() {
+fn a_gpu_is_left_to_its_owner() {
     begin(1, 0);
     let contexts = [0; 3].map(|_| driver().context_of(4096).expect("a context"));
     assert!(contexts.iter().all(|context| *context == contexts[0]));
-    assert_eq!(with(|gpu| gpu.retained), 1);
+    assert_eq!(with(|gpu| gpu.retained), (0, 3));
 }
 
 #[test]
