@@ -28,6 +28,7 @@ use crate::os::error::{Error, Result};
 use crate::session::dialer::Target;
 
 pub(crate) use crate::engine::request::{MAX_PARTS, Outcome};
+pub(crate) use crate::session::silences::Silences;
 
 /// How busy one direction of a communicator's traffic will be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,6 +103,14 @@ pub(crate) fn connect_timeout() -> Result<Duration> {
 pub(crate) fn recovery_limit() -> Result<Duration> {
     let config = &process().net()?.config;
     Ok(config.peer_timeout.max(config.reconnect_timeout))
+}
+
+/// The process at the other end of a connection, `host:process`.
+///
+/// # Errors
+/// When there is no such connection.
+pub(crate) fn peer_process(comm: usize) -> Result<String> {
+    Ok(process().comms.get(comm)?.connected()?.describe().peer)
 }
 
 /// Ends a context: closes the communicators and half-made connections that NCCL has left behind.

@@ -12,7 +12,7 @@ use super::peer::Place;
 use super::setup;
 use super::state::{Object, state};
 use super::wire::Signal;
-use crate::nccl::ffi::{NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t};
+use crate::nccl::ffi::ncclDebugLogger_t;
 use crate::os::error::{Error, Result};
 use crate::plugin::context::{Host, InitArgs};
 use crate::plugin::facade;
@@ -56,11 +56,18 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     Ok(Ok(ctx))
 }
 
-/// Ends what `init` gave.
+/// Ends what `init` gave, and what NCCL has left behind: where a group's set-up fails it closes nothing (2.30.7, `rma_proxy.cc`,
+/// `ncclRmaProxyConnectOnce`).
 ///
 /// # Errors
 /// When it did not.
 pub(crate) fn finalize(ctx: usize) -> Result<()> {
+    for id in state().take_opened(ctx) {
+        let _ = state().contexts.remove(id);
+        if let Ok(Object::Group { group, .. }) = state().objects.remove(id).as_deref() {
+            group.close();
+        }
+    }
     facade::finalize(ctx)?;
     *state().begun() -= 1;
     Ok(())
@@ -72,8 +79,7 @@ pub(crate) fn finalize(ctx: usize) -> Result<()> {
 /// As the network's.
 pub(crate) fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
     let (handle, listener) = facade::listen(Some(ctx), dev)?;
-    let id = state().objects.insert(Arc::new(Object::Listener { ctx, dev, listener }))?.encode();
-    Ok((handle, id))
+    Ok((handle, insert(ctx, Object::Listener { ctx, dev, listener })?))
 }
 
 /// Connects all ranks, whose handles these are, and gives the group's id. It waits for them.
@@ -88,13 +94,25 @@ pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Res
     let rank = u32::try_from(rank).ok().filter(|rank| (*rank as usize) < handles.len());
     let rank = rank.ok_or_else(|| Error::argument("the rank is not one of the group's"))?;
     let deadline = Instant::now() + facade::connect_timeout()?;
-    let group = setup::connect((ctx, dev, listener), handles, rank, deadline, Arc::clone(&state().turns))?;
-    Ok(state().objects.insert(Arc::new(Object::Group(Arc::new(group))))?.encode())
+    let group = setup::connect((ctx, dev, listener), handles, rank, deadline, state())?;
+    insert(ctx, Object::Group { ctx, group: Arc::new(group) })
+}
+
+/// Keeps what NCCL is to close before it ends `ctx`, and gives its id.
+fn insert(ctx: usize, object: Object) -> Result<usize> {
+    let id = state().objects.insert(Arc::new(object))?.encode();
+    state().open(ctx, id);
+    Ok(id)
 }
 
 fn group(id: usize) -> Result<Arc<Group>> {
+    Ok(group_in(id)?.1)
+}
+
+/// A group, with the `init` that it belongs to.
+fn group_in(id: usize) -> Result<(usize, Arc<Group>)> {
     match &*state().objects.get(id)? {
-        Object::Group(group) => Ok(Arc::clone(group)),
+        Object::Group { ctx, group } => Ok((*ctx, Arc::clone(group))),
         Object::Listener { .. } => Err(Error::argument("a listener, where a group of ranks is needed")),
     }
 }
@@ -104,7 +122,10 @@ fn group(id: usize) -> Result<Arc<Group>> {
 /// # Errors
 /// When there is no such group.
 pub(crate) fn create_context(id: usize) -> Result<usize> {
-    Ok(state().contexts.insert(group(id)?)?.encode())
+    let (ctx, group) = group_in(id)?;
+    let context = state().contexts.insert(group)?.encode();
+    state().open(ctx, context);
+    Ok(context)
 }
 
 /// Ends a context, and waits until its puts have read their sources: NCCL frees the memory of inline puts after this and before
@@ -113,7 +134,9 @@ pub(crate) fn create_context(id: usize) -> Result<usize> {
 /// # Errors
 /// When there is no such context.
 pub(crate) fn destroy_context(context: usize) -> Result<()> {
-    state().contexts.remove(context)?.detach();
+    let group = state().contexts.remove(context)?;
+    state().close(context);
+    group.detach();
     Ok(())
 }
 
@@ -122,12 +145,7 @@ pub(crate) fn destroy_context(context: usize) -> Result<()> {
 /// # Errors
 /// When there is no such group, or it cannot reach such memory.
 pub(crate) fn register(id: usize, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<usize> {
-    let is_of_gpu = match kind {
-        NCCL_PTR_HOST => false,
-        NCCL_PTR_CUDA => true,
-        _ => return Err(Error::argument(format!("there is no memory of kind {kind} for one-sided operations"))),
-    };
-    Ok(group(id)?.register(memory, is_of_gpu, only_ours)? as usize)
+    Ok(group(id)?.register(memory, kind, only_ours)? as usize)
 }
 
 /// Ends a registration.
@@ -200,6 +218,7 @@ pub(crate) fn has_failed(context: usize) -> Result<bool> {
 pub(crate) fn close_group(id: usize) -> Result<()> {
     let group = group(id)?;
     state().objects.remove(id)?;
+    state().close(id);
     group.close();
     Ok(())
 }
@@ -212,8 +231,9 @@ pub(crate) fn close_listener(id: usize) -> Result<()> {
     match *state().objects.get(id)? {
         Object::Listener { listener, .. } => {
             state().objects.remove(id)?;
+            state().close(id);
             facade::close_listen(listener)
         }
-        Object::Group(_) => Err(Error::argument("a group of ranks, where a listener is needed")),
+        Object::Group { .. } => Err(Error::argument("a group of ranks, where a listener is needed")),
     }
 }

@@ -9,6 +9,7 @@ use super::peer::Place;
 use super::registry::{Region, Registry};
 use super::requests::Requests;
 use super::wire::{LONGEST, Signal};
+use crate::nccl::ffi::{NCCL_PTR_CUDA, NCCL_PTR_HOST};
 use crate::os::error::{Error, Result};
 
 /// What NCCL's threads ask of the placer.
@@ -103,14 +104,19 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    fn check(&self, rank: u32, size: usize) -> Result<()> {
+    /// `own`: this rank's side. Its registration may have ended: see [`super::placer`].
+    fn check(&self, rank: u32, own: &Place) -> Result<()> {
+        let size = own.size;
         if rank >= self.ranks {
             return Err(Error::argument(format!("there is no rank {rank} among {}", self.ranks)));
         }
-        if size as u64 > LONGEST {
+        if size > LONGEST {
             return Err(Error::argument(format!("{size} bytes at a time; at most {LONGEST} are possible")));
         }
-        Ok(())
+        match self.shared.registry.locate(own.region, own.offset, size) {
+            Err(error) if !self.shared.registry.has_ended(own.region) => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Begins a put and gives its request. Signal region 0: none.
@@ -118,12 +124,7 @@ impl Group {
     /// # Errors
     /// When the rank or the own memory does not exist.
     pub(crate) fn put(&self, rank: u32, from: Place, to: Place, signal: Signal) -> Result<u64> {
-        self.check(rank, from.size as usize)?;
-        if let Err(error) = self.shared.registry.locate(from.region, from.offset, from.size)
-            && !self.shared.registry.has_ended(from.region)
-        {
-            return Err(error);
-        }
+        self.check(rank, &from)?;
         let request = self.shared.requests.begin();
         self.begin(request, Command::Put { request, rank, from, to, signal })
     }
@@ -133,8 +134,7 @@ impl Group {
     /// # Errors
     /// When the rank or the own memory does not exist.
     pub(crate) fn get(&self, rank: u32, from: Place, to: Place) -> Result<u64> {
-        self.check(rank, to.size as usize)?;
-        self.shared.registry.locate(to.region, to.offset, to.size)?;
+        self.check(rank, &to)?;
         let request = self.shared.requests.begin();
         self.begin(request, Command::Get { request, rank, from, to })
     }
@@ -147,13 +147,29 @@ impl Group {
         Ok(request)
     }
 
-    /// Registers memory: that of a GPU, or else of the host. `only_ours`: see [`Region`].
+    /// Registers memory of kind `NCCL_PTR_*`. `only_ours`: see [`Region`].
     ///
     /// # Errors
-    /// When it does not fit into the address space, or is said to be a GPU's and no GPU has it.
-    pub(crate) fn register(&self, (address, size): (usize, usize), is_of_gpu: bool, only_ours: bool) -> Result<u32> {
-        let gpu = if is_of_gpu && size > 0 { Some(self.shared.gpus.of(address, self.ranks)?) } else { None };
-        self.shared.registry.add(Region { address, size, gpu, only_ours })
+    /// When it does not fit into the address space, or is said to be a GPU's and no GPU has it. Its number is used up then.
+    pub(crate) fn register(&self, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<u32> {
+        let found = self.find(memory, kind, only_ours);
+        let number = self.shared.registry.add(found.clone().unwrap_or_default())?;
+        found.map(|_| number)
+    }
+
+    fn find(&self, (address, size): (usize, usize), kind: i32, only_ours: bool) -> Result<Region> {
+        if address == 0 && size > 0 {
+            return Err(Error::argument("the memory to register is null"));
+        }
+        if address.checked_add(size).is_none() {
+            return Err(Error::argument("the memory to register reaches beyond the address space"));
+        }
+        let gpu = match kind {
+            NCCL_PTR_CUDA if size > 0 => Some(self.shared.gpus.of(address, self.ranks)?),
+            NCCL_PTR_HOST | NCCL_PTR_CUDA => None,
+            _ => return Err(Error::argument(format!("there is no memory of kind {kind} for one-sided operations"))),
+        };
+        Ok(Region { address, size, gpu, only_ours })
     }
 
     /// Ends a registration. After that nothing of this library touches its memory.
@@ -207,5 +223,11 @@ impl Group {
             self.shared.registry.clear();
             self.shared.gpus.clear();
         }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.close();
     }
 }

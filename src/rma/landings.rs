@@ -72,6 +72,11 @@ impl Landings {
         Ok(())
     }
 
+    /// How many are not done.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Whether all are done.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()

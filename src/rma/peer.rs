@@ -23,7 +23,7 @@ use crate::os::error::{Cause, Error, Result};
 const POSTED: usize = 16;
 
 /// How long a goodbye may be under way after its rank has closed the other connection.
-const GOODBYE: Duration = Duration::from_secs(1);
+pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A get: where its bytes belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +87,8 @@ pub(crate) struct Own<'a> {
 /// Another rank.
 pub(crate) struct Peer {
     rank: u32,
+    /// Its host and process.
+    process: String,
     /// Closed before the headers go, into which the connection may still write.
     recv: Box<dyn RecvEnd>,
     outgoing: Outgoing,
@@ -100,6 +102,8 @@ pub(crate) struct Peer {
     /// Where refused bytes go.
     nowhere: Vec<u8>,
     pending: HashMap<u64, Pending>,
+    /// This rank leaves, and owes the other answers for so many landings first: they are in place, and no loss.
+    owes: Option<usize>,
     /// This rank has said goodbye.
     has_said_goodbye: bool,
     /// The other has.
@@ -111,10 +115,11 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Over these two connections, which it closes when it goes.
-    pub(crate) fn new(rank: u32, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
+    /// Of this process, over these two connections, which it closes when it goes.
+    pub(crate) fn new(rank: u32, process: String, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
         Self {
             rank,
+            process,
             recv,
             outgoing,
             posted: VecDeque::new(),
@@ -124,6 +129,7 @@ impl Peer {
             landings: Landings::default(),
             nowhere: Vec::new(),
             pending: HashMap::new(),
+            owes: None,
             has_said_goodbye: false,
             has_left: false,
             unsent: None,
@@ -136,9 +142,22 @@ impl Peer {
         self.rank
     }
 
+    /// Its process.
+    pub(crate) fn process(&self) -> &str {
+        &self.process
+    }
+
     /// The requests that wait for it, and whether each is a get.
     pub(crate) fn pending(&self) -> impl Iterator<Item = (u64, bool)> {
         self.pending.iter().map(|(&request, pending)| (request, pending.place.is_some()))
+    }
+
+    /// Whether nothing is missing: no request waits for it, and nothing that it began is on its way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.pending.is_empty()
+            && self.pieces.is_none()
+            && self.landings.is_empty()
+            && self.posted.iter().all(|(_, it)| matches!(it, Arriving::Header(_)))
     }
 
     /// Whether it has said goodbye.
@@ -186,9 +205,14 @@ impl Peer {
         self.outgoing.push(Message::bare(&header));
     }
 
-    /// Says goodbye; nothing may be asked for after that.
+    /// Says goodbye behind the answers for all that has come; nothing may be asked for after that.
     pub(crate) fn leave(&mut self) {
-        if !std::mem::replace(&mut self.has_said_goodbye, true) {
+        self.owes.get_or_insert(self.landings.len());
+        self.say_goodbye();
+    }
+
+    fn say_goodbye(&mut self) {
+        if self.owes == Some(0) && !std::mem::replace(&mut self.has_said_goodbye, true) {
             self.outgoing.push(Message::bare(&Header::new(Kind::Bye)));
         }
     }
@@ -284,6 +308,7 @@ impl Peer {
         }
         let mut landed = Vec::new();
         self.landings.advance(own.registry, own.signals, &mut landed)?;
+        let answered = landed.len();
         for (header, refused) in landed {
             if header.kind == Kind::Reply {
                 self.note(header.request, own.requests, |pending| {
@@ -295,6 +320,8 @@ impl Peer {
                 self.outgoing.push(Message::bare(&answer));
             }
         }
+        self.owes = self.owes.map(|owed| owed.saturating_sub(answered));
+        self.say_goodbye();
         Ok(())
     }
 
@@ -404,15 +431,12 @@ impl Peer {
         Ok(())
     }
 
-    /// What belongs into memory whose registration has ended goes nowhere. A put that does is done all the same: no rank can
-    /// tell the difference, and NCCL's abort would wait for ever for a put that fails.
+    /// What belongs into memory whose registration has ended goes nowhere, and is done all the same: no rank can tell the
+    /// difference, and NCCL's abort would wait for ever for a put that fails.
     fn is_late(&mut self, finish: &mut Finish) {
-        if finish.header.kind != Kind::Put {
-            finish.refused = true;
-            return;
-        }
+        let is_put = finish.header.kind == Kind::Put;
         *finish = Finish { header: Header { signal: Signal::default(), ..finish.header }, refused: false };
-        if !std::mem::replace(&mut self.was_late, true) {
+        if is_put && !std::mem::replace(&mut self.was_late, true) {
             tracing::warn!(
                 "rank {} puts into memory whose registration has ended here: those bytes go nowhere, as in an abort; else end a \
                  window after the puts into it",

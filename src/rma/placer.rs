@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use super::gpu::Mark;
 use super::group::{Command, Shared};
 use super::landings::Landings;
-use super::loud::{say, say_once, say_rarely};
+use super::losses::Losses;
+use super::loud::{say_once, say_rarely};
+use super::patience::Patience;
 use super::peer::{Own, Peer, Place, has_closed};
 use super::signals::Signals;
 use super::turns::Turns;
@@ -39,7 +41,7 @@ enum Other {
 /// Memory of the application's that it wants back.
 struct Withdrawal {
     memory: Memory,
-    until: Instant,
+    since: Instant,
     /// How far the GPUs must come, once no transfer uses it.
     copies: Option<Vec<Mark>>,
     done: SyncSender<()>,
@@ -65,26 +67,23 @@ impl Memory {
 pub(crate) struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
-    /// Ranks to which a put has been dropped here. Later ones are dropped, too: their signals would promise what was dropped.
-    muted: Vec<u32>,
+    losses: Losses,
     /// Operations whose target is the own rank.
     own: Landings,
     signals: Signals,
     withdrawals: Vec<Withdrawal>,
     closes: Option<Instant>,
-    /// How long a transfer may use memory that is withdrawn, and a goodbye may be under way. As long as the connections may take
-    /// to recover: until then the other rank may wait for what this one has to say.
-    patience: Duration,
+    patience: Patience,
 }
 
 impl Placer {
     /// For the group of these other ranks and this one; none at the own place.
-    pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>, turns: Arc<Turns>, patience: Duration) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>, turns: Arc<Turns>, patience: Patience) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
-        let (muted, own, withdrawals) = Default::default();
+        let (losses, own, withdrawals) = Default::default();
         let signals = Signals::of(turns);
-        Self { shared, others, muted, own, signals, withdrawals, closes: None, patience }
+        Self { shared, others, losses, own, signals, withdrawals, closes: None, patience }
     }
 
     /// Works until the group is closed.
@@ -108,7 +107,7 @@ impl Placer {
         loop {
             let moved = self.turn();
             let now = Instant::now();
-            if self.is_over(now) {
+            if self.is_over() {
                 return;
             }
             if moved {
@@ -134,13 +133,13 @@ impl Placer {
         moved |= self.advance();
         self.land_own();
         self.end_withdrawals();
+        self.end_goodbyes();
         moved
     }
 
-    /// Whether the group is closed, and nothing is left to say or no time to say it.
-    pub(super) fn is_over(&self, now: Instant) -> bool {
-        let any_alive = || self.others.iter().any(|other| matches!(other, Other::Alive(_)));
-        self.closes.is_some_and(|until| now >= until || !any_alive())
+    /// Whether the group is closed, and nothing is left to say.
+    pub(super) fn is_over(&self) -> bool {
+        self.closes.is_some() && !self.others.iter().any(|other| matches!(other, Other::Alive(_)))
     }
 
     fn advance(&mut self) -> bool {
@@ -148,11 +147,18 @@ impl Placer {
         for other in &mut self.others {
             let Other::Alive(peer) = other else { continue };
             let Shared { registry, requests, .. } = &*self.shared;
-            match peer.advance(&mut Own { registry, requests, signals: &mut self.signals }) {
-                Ok(_) if peer.is_over() => end(other, &self.shared, &has_closed(), true),
-                Ok(peer_moved) => moved |= peer_moved,
-                Err(error) => end(other, &self.shared, &error, self.closes.is_some()),
-            }
+            let error = match peer.advance(&mut Own { registry, requests, signals: &mut self.signals }) {
+                Ok(_) if peer.is_over() => {
+                    self.patience.answered(peer.process());
+                    has_closed()
+                }
+                Ok(peer_moved) => {
+                    moved |= peer_moved;
+                    continue;
+                }
+                Err(error) => error,
+            };
+            end(other, &self.shared, &mut self.losses, &error, self.closes.is_some());
         }
         moved
     }
@@ -163,24 +169,36 @@ impl Placer {
                 let registry = &self.shared.registry;
                 let spot = match registry.locate(from.region, from.offset, from.size) {
                     Ok(spot) => spot,
-                    Err(_) if registry.has_ended(from.region) => return self.drop_put(request, rank),
+                    Err(_) if registry.has_ended(from.region) => {
+                        self.losses.source_has_ended(rank);
+                        return self.shared.requests.end(request, Ok(()));
+                    }
                     Err(error) => return refuse(&self.shared, request, &error),
                 };
-                if self.muted.contains(&rank) {
-                    return self.drop_put(request, rank);
+                if self.losses.has(rank) {
+                    return self.shared.requests.end(request, Ok(()));
                 }
                 match &mut self.others[rank as usize] {
                     Other::Alive(peer) => peer.put(request, (from.region, spot), &to, signal),
-                    Other::Ended { has_left: true, .. } => self.shared.requests.end(request, Ok(())),
-                    Other::Ended { why, .. } => refuse(&self.shared, request, why),
+                    Other::Ended { has_left: true, .. } => {
+                        self.losses.target_has_left(rank);
+                        self.shared.requests.end(request, Ok(()));
+                    }
+                    Other::Ended { why, .. } => fail(&self.shared, request, why),
                     Other::Own => self.move_within(request, &from, &to, signal),
                 }
             }
-            Command::Get { request, rank, from, to } => match &mut self.others[rank as usize] {
-                Other::Alive(peer) => peer.get(request, (from.region, from.offset), to),
-                Other::Ended { why, .. } => refuse(&self.shared, request, why),
-                Other::Own => self.move_within(request, &from, &to, Signal::default()),
-            },
+            Command::Get { request, rank, from, to } => {
+                if self.shared.registry.locate(to.region, to.offset, to.size).is_err() {
+                    // Its registration has ended, so nobody looks there; as with a put, for the sake of an abort.
+                    return self.shared.requests.end(request, Ok(()));
+                }
+                match &mut self.others[rank as usize] {
+                    Other::Alive(peer) => peer.get(request, (from.region, from.offset), to),
+                    Other::Ended { why, .. } => fail(&self.shared, request, why),
+                    Other::Own => self.move_within(request, &from, &to, Signal::default()),
+                }
+            }
             Command::Withdraw { region, done } => {
                 self.shared.registry.remove(region);
                 self.signals.forget(region);
@@ -201,7 +219,7 @@ impl Placer {
                 self.withdraw(Memory::Sources(puts), done);
             }
             Command::Close => {
-                self.closes = Some(Instant::now() + self.patience);
+                self.closes = Some(Instant::now());
                 for other in &mut self.others {
                     if let Other::Alive(peer) = other {
                         peer.leave();
@@ -212,20 +230,7 @@ impl Placer {
     }
 
     fn withdraw(&mut self, memory: Memory, done: SyncSender<()>) {
-        self.withdrawals.push(Withdrawal { memory, until: Instant::now() + self.patience, copies: None, done });
-    }
-
-    /// A put reads from memory whose registration has ended, or follows one that did. It is done, for the sake of NCCL's abort,
-    /// which ends one window after another: see [`end`].
-    fn drop_put(&mut self, request: u64, rank: u32) {
-        if !self.muted.contains(&rank) {
-            say(&format!(
-                "a put to rank {rank} reads memory whose registration has ended: neither it nor any later put or signal to that \
-                 rank goes anywhere, and none fails, as an abort needs it; else end a window after the puts from it"
-            ));
-            self.muted.push(rank);
-        }
-        self.shared.requests.end(request, Ok(()));
+        self.withdrawals.push(Withdrawal { memory, since: Instant::now(), copies: None, done });
     }
 
     /// Begins an operation whose target is the own rank.
@@ -299,20 +304,20 @@ impl Placer {
 
     /// Answers withdrawals whose memory nothing uses. Where something still does after the patience, that rank fails.
     fn end_withdrawals(&mut self) {
-        let now = Instant::now();
-        let Self { withdrawals, others, shared, closes, .. } = self;
+        let Self { withdrawals, others, shared, closes, losses, patience, .. } = self;
         withdrawals.retain_mut(|withdrawal| {
             let mut is_used = false;
             for other in &mut *others {
                 let Other::Alive(peer) = other else { continue };
                 if withdrawal.memory.is_used_by(peer) {
-                    if now < withdrawal.until {
+                    if patience.lasts(peer.process(), withdrawal.since) {
                         is_used = true;
                     } else {
                         let why = "memory was taken back under a transfer that still used it";
                         let hint = "is that rank stopped? The larger of TOWLINE_PEER_TIMEOUT and TOWLINE_RECONNECT_TIMEOUT is \
                                     how long it is waited for";
-                        end(other, shared, &Error::usage(why).with_hint(hint), closes.is_some());
+                        let error = Error::usage(why).with_hint(hint);
+                        end(other, shared, losses, &error, closes.is_some());
                     }
                 }
             }
@@ -326,6 +331,18 @@ impl Placer {
             }
             !is_done
         });
+    }
+
+    /// Waits no longer for the goodbyes of ranks that have had their time.
+    fn end_goodbyes(&mut self) {
+        let Some(since) = self.closes else { return };
+        for other in &mut self.others {
+            if let Other::Alive(peer) = other
+                && !self.patience.lasts(peer.process(), since)
+            {
+                end(other, &self.shared, &mut self.losses, &Error::remote("it said no goodbye"), true);
+            }
+        }
     }
 }
 
@@ -355,32 +372,44 @@ fn refuse(shared: &Shared, request: u64, error: &Error) {
     shared.requests.end(request, Err(error.clone()));
 }
 
+/// Ends a request for a rank that has failed.
+fn fail(shared: &Shared, request: u64, why: &Error) {
+    shared.tell_failure(why);
+    refuse(shared, request, why);
+}
+
 /// Gives a rank up: closes its connections and ends its requests. `quietly`: without a warning.
 ///
-/// Puts to a rank that has closed its side in order are done: no rank can tell that their bytes went nowhere. To fail them
-/// would stop NCCL's progress thread, and then an abort of this rank, which waits for its puts, would never end.
-fn end(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
+/// Puts to a rank that has closed its side in order are done, and the log tells of them: to fail them would stop NCCL's progress
+/// thread, and then an abort of this rank, which waits for its puts, would never end.
+fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);
     let has_left = peer.has_left() && error.cause() == Cause::Remote;
+    // Its connection has ended, and it is no wrong message of its.
+    let has_gone = peer.is_quiet() && error.cause() == Cause::Remote && error.peer().is_some();
     let rank = peer.rank();
-    let (gets, puts): (Vec<_>, Vec<_>) = peer.pending().partition(|(_, is_get)| *is_get || !has_left);
+    let (failed, lost): (Vec<_>, Vec<_>) = peer.pending().partition(|(_, is_get)| *is_get || !has_left);
     // Before the peer gives up its turns at signals.
     shared.gpus.settle();
     // This closes the connections: after it nothing touches a request's memory.
     *other = Other::Ended { why: told.clone(), has_left };
-    if !puts.is_empty() {
-        tracing::info!("rank {rank} has closed its side: {} puts to it went nowhere", puts.len());
+    if !lost.is_empty() && !quietly {
+        losses.target_has_left(rank);
     }
-    puts.into_iter().for_each(|(request, _)| shared.requests.end(request, Ok(())));
-    if has_left && gets.is_empty() {
+    lost.into_iter().for_each(|(request, _)| shared.requests.end(request, Ok(())));
+    if has_left && failed.is_empty() {
         return;
+    }
+    if has_gone {
+        // What it says of the connection is enough: whatever is asked of this rank from now on fails.
+        return tracing::info!("rank {rank} has gone without a goodbye, with nothing under way");
     }
     if !quietly {
         say_once(&told);
     }
     shared.tell_failure(&told);
-    gets.into_iter().for_each(|(request, _)| shared.requests.end(request, Err(told.clone())));
+    failed.into_iter().for_each(|(request, _)| shared.requests.end(request, Err(told.clone())));
 }
 
 #[cfg(test)]

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use super::group::{Group, Shared};
 use super::line::{NetRecv, NetSend, RecvEnd};
 use super::outgoing::{Message, Outgoing};
+use super::patience::Patience;
 use super::peer::Peer;
 use super::placer::Placer;
-use super::turns::Turns;
+use super::state::State;
 use super::wire::{HEADER, Header, Kind, not_ours};
 use crate::os::error::{Error, Result};
 use crate::plugin::facade;
@@ -60,7 +61,7 @@ pub(crate) fn connect(
     mut handles: Vec<[u8; 64]>,
     rank: u32,
     deadline: Instant,
-    turns: Arc<Turns>,
+    state: &State,
 ) -> Result<Group> {
     let ranks = u32::try_from(handles.len()).map_err(|_| Error::argument("too many ranks"))?;
     let others = ranks as usize - 1;
@@ -108,14 +109,16 @@ pub(crate) fn connect(
     for connection in incoming {
         let from = connection.rank.unwrap_or(rank) as usize;
         let to = outgoing.get_mut(from).and_then(Option::take).ok_or_else(not_ours)?;
-        peers[from] = Some(Peer::new(from as u32, to, Box::new(connection.end)));
+        let process = facade::peer_process(connection.end.0)?;
+        peers[from] = Some(Peer::new(from as u32, process, to, Box::new(connection.end)));
     }
-    start(peers, ranks, turns)
+    start(peers, ranks, state)
 }
 
-fn start(peers: Vec<Option<Peer>>, ranks: u32, turns: Arc<Turns>) -> Result<Group> {
+fn start(peers: Vec<Option<Peer>>, ranks: u32, state: &State) -> Result<Group> {
     let shared = Arc::new(Shared::default());
-    let placer = Placer::new(Arc::clone(&shared), peers, turns, facade::recovery_limit()?);
+    let patience = Patience::new(facade::recovery_limit()?, Arc::clone(&state.silences));
+    let placer = Placer::new(Arc::clone(&shared), peers, Arc::clone(&state.turns), patience);
     let thread = crate::os::thread::spawn("towline-rma", move || placer.run())
         .map_err(|error| Error::system("starting the thread of one-sided operations", &error))?;
     shared.serve(thread.thread().clone());

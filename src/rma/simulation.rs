@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::cuda::simulation as gpu;
 use super::gpu::Gpus;
@@ -16,6 +16,7 @@ use super::group::{Command, Group, Shared};
 use super::landings::Landings;
 use super::line::{RecvEnd, SendEnd};
 use super::outgoing::Outgoing;
+use super::patience::Patience;
 use super::peer::{Peer, Place};
 use super::placer::Placer;
 use super::registry::{Region, Registry};
@@ -200,7 +201,7 @@ impl World {
                 let rank = &mut self.ranks[which];
                 if let Some(placer) = &mut rank.placer {
                     placer.turn();
-                    if placer.is_over(Instant::now()) {
+                    if placer.is_over() {
                         rank.end();
                     }
                 }
@@ -325,10 +326,20 @@ impl Rank {
         }
         let other = 1 - own;
         let outgoing = Outgoing::over(Box::new(End { connection: own, receives: false }), other as u32);
-        let peer = Peer::new(other as u32, outgoing, Box::new(End { connection: other, receives: true }));
+        let peer = Peer::new(
+            other as u32,
+            format!("rank {other}"),
+            outgoing,
+            Box::new(End { connection: other, receives: true }),
+        );
         let mut peers = [None, None];
         peers[other] = Some(peer);
-        let placer = Some(Placer::new(Arc::clone(&shared), peers.into(), Arc::default(), PATIENCE));
+        let placer = Some(Placer::new(
+            Arc::clone(&shared),
+            peers.into(),
+            Arc::default(),
+            Patience::new(PATIENCE, Arc::default()),
+        ));
         let group = Group { shared, ranks: RANKS as u32, placer: Mutex::new(None) };
         let (begun, promised, open, got) = Default::default();
         Self { own, group, placer, window, signals, target, begun, promised, open, got }

@@ -12,6 +12,7 @@ use super::turns::Turns;
 use crate::engine::handle::Kind;
 use crate::engine::table::Table;
 use crate::os::fork;
+use crate::plugin::facade::Silences;
 
 /// What NCCL holds.
 pub(crate) enum Object {
@@ -25,7 +26,12 @@ pub(crate) enum Object {
         listener: usize,
     },
     /// A group of ranks.
-    Group(Arc<Group>),
+    Group {
+        /// The network's context.
+        ctx: usize,
+        /// What its contexts share.
+        group: Arc<Group>,
+    },
 }
 
 /// All of them.
@@ -37,11 +43,34 @@ pub(crate) struct State {
     pub contexts: Table<Group>,
     /// At signals in a GPU's memory.
     pub turns: Arc<Turns>,
+    /// Of the processes that this one has waited for.
+    pub silences: Arc<Mutex<Silences>>,
     /// How many communicators have begun and not ended.
     begun: Mutex<usize>,
+    /// Ids of what NCCL has not closed, each with its `init`'s.
+    opened: Mutex<Vec<(usize, usize)>>,
 }
 
 impl State {
+    fn opened(&self) -> MutexGuard<'_, Vec<(usize, usize)>> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// NCCL gets this id from what `init` called `ctx`.
+    pub(crate) fn open(&self, ctx: usize, id: usize) {
+        self.opened().push((ctx, id));
+    }
+
+    /// NCCL closes this id.
+    pub(crate) fn close(&self, id: usize) {
+        self.opened().retain(|(_, open)| *open != id);
+    }
+
+    /// The ids that NCCL has left behind.
+    pub(crate) fn take_opened(&self, ctx: usize) -> Vec<usize> {
+        self.opened().extract_if(.., |(of, _)| *of == ctx).map(|(_, id)| id).collect()
+    }
+
     /// How many communicators have begun and not ended. No other begins or ends meanwhile.
     pub(crate) fn begun(&self) -> MutexGuard<'_, usize> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
@@ -66,8 +95,8 @@ pub(crate) fn state() -> &'static State {
 #[inline(never)]
 fn make(current: *mut State, generation: u32) -> &'static State {
     let (objects, contexts) = (Table::new(Kind::Comm), Table::new(Kind::Context));
-    let fresh =
-        Box::into_raw(Box::new(State { generation, objects, contexts, turns: Arc::default(), begun: Mutex::new(0) }));
+    let (turns, silences, begun, opened) = Default::default();
+    let fresh = Box::into_raw(Box::new(State { generation, objects, contexts, turns, silences, begun, opened }));
     match STATE.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it belongs to the static now, which never frees it.
         Ok(_) => unsafe { &*fresh },

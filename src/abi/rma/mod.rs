@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 
 use super::guard::{guard, guard_and_tell};
-use super::pointer::{Out, array, dress, handle_bytes, id, null};
+use super::pointer::{Out, array, dress, handle_bytes, id};
 use super::properties::Properties;
 use crate::nccl::ffi::{
     NCCL_NET_DEVICE_GIN_PROXY, NCCL_RMA_MR_SIGNAL_NEVER_RESET, NCCL_RMA_SIGNAL_ADD, NCCL_RMA_SIGNAL_INC,
@@ -150,9 +150,6 @@ unsafe extern "C" fn reg_mr_sym<const API: u8>(
         // SAFETY: NCCL's promise: null, or a place for a pointer.
         let mut mr = unsafe { Out::new(mhandle, "mhandle") }?;
         mr.set(ptr::null_mut());
-        if data.is_null() && size > 0 {
-            return Err(null("data"));
-        }
         let memory = (data.expose_provenance(), size);
         let only_ours = flags & u64::from(NCCL_RMA_MR_SIGNAL_NEVER_RESET) != 0;
         mr.set(dress(facade::register(id(coll_comm, "collComm")?, memory, kind, only_ours)?));

@@ -1,8 +1,9 @@
 use std::collections::VecDeque;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
+use super::super::cuda::simulation as gpu;
 use super::super::group::Group;
 use super::super::line::{RecvEnd, SendEnd};
 use super::super::outgoing::Outgoing;
@@ -17,15 +18,20 @@ struct Fake {
     says: Arc<Mutex<VecDeque<Header>>>,
     /// Where the header that it says next belongs.
     place: Option<usize>,
-    /// How often it was sent something.
-    sends: Arc<AtomicUsize>,
+    /// What it was sent: of each header its kind.
+    sent: Arc<Mutex<Vec<u8>>>,
+    /// How its connection has failed.
+    failure: Arc<Mutex<Option<Error>>>,
     panics: bool,
 }
 
 impl SendEnd for Fake {
-    fn send(&mut self, _data: *mut u8, _size: usize) -> Result<Option<usize>> {
+    fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
         assert!(!self.panics, "a defect");
-        self.sends.fetch_add(1, Ordering::Relaxed);
+        if size == HEADER {
+            // SAFETY: so many bytes are readable until the request has ended.
+            self.sent.lock().unwrap().push(unsafe { *data.add(4) });
+        }
         Ok(Some(1))
     }
 
@@ -42,6 +48,9 @@ impl RecvEnd for Fake {
     }
 
     fn received(&mut self, _request: usize) -> Result<Option<u64>> {
+        if let Some(error) = &*self.failure.lock().unwrap() {
+            return Err(error.clone());
+        }
         let (Some(place), Some(header)) = (self.place, self.says.lock().unwrap().pop_front()) else { return Ok(None) };
         let bytes = header.encode();
         // SAFETY: the placer keeps room for a header there until its receive has ended, which is now.
@@ -65,7 +74,9 @@ impl Rank {
             let region = Region { address: memory.as_ptr().expose_provenance(), size: 64, ..Region::default() };
             shared.registry.add(region).unwrap();
         }
-        let peer = Peer::new(1, Outgoing::over(Box::new(other.clone()), 1), Box::new(other.clone()));
+        let peer =
+            Peer::new(1, "other:1".to_owned(), Outgoing::over(Box::new(other.clone()), 1), Box::new(other.clone()));
+        let patience = Patience::new(patience, Arc::default());
         let placer = Placer::new(Arc::clone(&shared), vec![None, Some(peer)], Arc::default(), patience);
         Self { group: Group { shared, ranks: 2, placer: Mutex::default() }, placer, other, _memory: memory }
     }
@@ -89,6 +100,14 @@ impl Rank {
         }
     }
 
+    fn sent(&self) -> Vec<u8> {
+        self.other.sent.lock().unwrap().clone()
+    }
+
+    fn hears(&self, header: Header) {
+        self.other.says.lock().unwrap().push_back(header);
+    }
+
     fn test(&self, request: u64) -> Result<bool> {
         self.group.shared.requests.test(request)
     }
@@ -106,7 +125,7 @@ fn memory_is_given_back_when_the_connection_has_read_it() {
         let mut rank = Rank::new(LONG, Fake::default());
         if gets {
             let get = Header { request: 9, region: 1, size: 64, ..Header::new(Kind::Get) };
-            rank.other.says.lock().unwrap().push_back(get);
+            rank.hears(get);
         } else {
             rank.put(1);
         }
@@ -151,13 +170,103 @@ fn what_follows_a_dropped_put_goes_nowhere_and_fails_nothing() {
     let last = rank.put(2);
     rank.go_on(MOMENT);
     assert!(later.into_iter().chain([last]).all(|put| rank.test(put).unwrap()), "nor for those from other windows");
-    assert_eq!(rank.other.sends.load(Ordering::Relaxed), 0, "a signal of theirs would promise what was dropped");
+    assert!(rank.sent().is_empty(), "a signal of theirs would promise what was dropped");
     // What is not a put goes on.
     let to = Place { region: 3, offset: 0, size: 8 };
     let get = rank.group.get(1, to, to).unwrap();
     rank.go_on(MOMENT);
     assert!(!rank.test(get).unwrap(), "it waits for its answer");
-    assert_eq!(rank.other.sends.load(Ordering::Relaxed), 1);
+    assert_eq!(rank.sent(), [Kind::Get as u8]);
+}
+
+/// Its signal has been written, and the placer does not know that yet.
+#[test]
+fn a_goodbye_comes_behind_the_answers_that_are_owed() {
+    gpu::begin(1, 0);
+    let mut rank = Rank::new(LONG, Fake::default());
+    rank.other.takes.store(true, Ordering::Relaxed);
+    let numbers = [0_u64; 1];
+    let address = numbers.as_ptr().expose_provenance();
+    let shared = Arc::clone(&rank.group.shared);
+    let of = shared.gpus.found_by(gpu::driver(), address, 2).unwrap();
+    let region = shared.registry.add(Region { address, size: 8, gpu: Some(of), only_ours: true }).unwrap();
+    rank.hears(Header { request: 9, signal: Signal { region, offset: 0, value: 1 }, ..Header::new(Kind::Put) });
+    rank.placer.turn();
+    assert!(rank.sent().is_empty(), "the copy has not been asked after");
+    shared.ask(Command::Close).unwrap();
+    rank.go_on(MOMENT);
+    assert_eq!(rank.sent(), [Kind::Ack as u8, Kind::Bye as u8]);
+    assert!(!rank.placer.is_over(), "it waits for the other's goodbye");
+    rank.hears(Header::new(Kind::Bye));
+    rank.go_on(MOMENT);
+    assert!(rank.placer.is_over());
+}
+
+/// As in an abort of the other rank.
+#[test]
+fn puts_that_a_goodbye_leaves_unanswered_are_told_and_gets_fail() {
+    for answered in [true, false] {
+        let mut rank = Rank::new(LONG, Fake::default());
+        rank.other.takes.store(true, Ordering::Relaxed);
+        let place = Place { region: 1, offset: 0, size: 8 };
+        let (put, get) = (rank.put(1), rank.group.get(1, place, place).unwrap());
+        rank.go_on(MOMENT);
+        if answered {
+            rank.hears(Header { request: put, ..Header::new(Kind::Ack) });
+        }
+        rank.hears(Header::new(Kind::Bye));
+        rank.go_on(MOMENT);
+        assert!(rank.test(put).unwrap());
+        assert!(rank.test(get).is_err(), "its bytes are missing");
+        assert_eq!(rank.placer.losses.has(1), !answered);
+        let later = rank.put(1);
+        rank.go_on(MOMENT);
+        assert!(rank.test(later).unwrap() && rank.placer.losses.has(1));
+    }
+}
+
+/// Its process has ended without a goodbye.
+#[test]
+fn a_rank_that_goes_fails_what_was_under_way_and_what_comes_later() {
+    for is_under_way in [false, true] {
+        let mut rank = Rank::new(LONG, Fake::default());
+        let put = is_under_way.then(|| rank.put(1));
+        rank.go_on(MOMENT);
+        *rank.other.failure.lock().unwrap() =
+            Some(Error::remote("the peer closed the connection").with_peer("other:1"));
+        rank.go_on(MOMENT);
+        if let Some(put) = put {
+            rank.go_on(super::super::peer::GOODBYE);
+            assert!(rank.test(put).is_err());
+        }
+        assert_eq!(rank.group.failure().is_some(), is_under_way, "nothing has failed before it is asked for");
+        let later = rank.put(1);
+        rank.go_on(MOMENT);
+        assert!(rank.test(later).is_err() && rank.group.failure().is_some());
+    }
+}
+
+/// A wrong message is a failure, also where nothing is under way.
+#[test]
+fn a_rank_that_breaks_the_protocol_has_failed() {
+    let mut rank = Rank::new(LONG, Fake::default());
+    rank.hears(Header { request: 5, ..Header::new(Kind::Ack) });
+    rank.go_on(MOMENT);
+    assert!(rank.group.failure().is_some());
+}
+
+#[test]
+fn a_get_into_memory_that_was_taken_back_is_done() {
+    let mut rank = Rank::new(LONG, Fake::default());
+    let _ = rank.ask(|done| Command::Withdraw { region: 1, done });
+    rank.go_on(MOMENT);
+    let [gone, there] = [1, 2].map(|region| Place { region, offset: 0, size: 8 });
+    for target in 0..2 {
+        let get = rank.group.get(target, there, gone).unwrap();
+        rank.go_on(MOMENT);
+        assert!(rank.test(get).unwrap());
+    }
+    assert!(rank.sent().is_empty() && rank.group.get(1, there, Place { offset: 64, ..there }).is_err());
 }
 
 #[test]

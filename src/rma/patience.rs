@@ -1,0 +1,62 @@
+//! How long a rank is waited for that may be stopped: until transfers leave memory that is taken back, and until its goodbye.
+//! All waits for one process share their time: NCCL ends windows, contexts and groups one after the other, in one thread.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::plugin::facade::Silences;
+
+/// The least time of a wait for a process that has used up the common one: it may go on by now.
+const LEAST: Duration = Duration::from_secs(2);
+
+/// Of one group.
+pub(crate) struct Patience {
+    limit: Duration,
+    silences: Arc<Mutex<Silences>>,
+}
+
+impl Patience {
+    /// Waits share `silences`. `limit`: as long as connections may take to recover, since until then the other rank may wait for
+    /// what this one has to say.
+    pub(crate) fn new(limit: Duration, silences: Arc<Mutex<Silences>>) -> Self {
+        Self { limit, silences }
+    }
+
+    fn silences(&self) -> MutexGuard<'_, Silences> {
+        self.silences.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a process is waited for, by a wait that began at `since`. When not, that is remembered for the next wait.
+    pub(crate) fn lasts(&self, process: &str, since: Instant) -> bool {
+        let (mut silences, now) = (self.silences(), Instant::now());
+        let silent = silences.since(process, now).map_or(since, |silent| silent.min(since));
+        if now < (silent + self.limit).max(since + self.limit.min(LEAST)) {
+            return true;
+        }
+        silences.unanswered(process, since, now);
+        false
+    }
+
+    /// A process has done what it was waited for.
+    pub(crate) fn answered(&self, process: &str) {
+        self.silences().answered(process);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_for_one_process_share_their_time() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let silences = Arc::default();
+        let [first, second] = [0, 1].map(|_| Patience::new(LIMIT, Arc::clone(&silences)));
+        let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the clock is older");
+        assert!(first.lasts("a:1", ago(59)) && !first.lasts("a:1", ago(61)));
+        assert!(second.lasts("a:1", ago(1)) && !second.lasts("a:1", ago(3)), "another group, the same process");
+        assert!(second.lasts("a:2", ago(3)), "another process");
+        first.answered("a:1");
+        assert!(second.lasts("a:1", ago(3)));
+    }
+}
