@@ -354,7 +354,10 @@ fn what_holds_up_several_communicators_is_found() {
     assert_eq!((both, &order.1["kind"]), (vec![0, 1], &"deadlock".into()), "{}", order.1);
     assert_eq!((transfer.0, &transfer.1["victims"]), (vec![0], &2.into()), "{}", transfer.1);
     let sentence = transfer.1["sentence"].as_str().unwrap();
-    assert!(sentence.contains("rank 1 has been in Recv #0 from rank 0 for "), "{sentence}");
+    assert!(
+        sentence.starts_with("rank 1 (") && sentence.contains(") has been in Recv #0 from rank 0 for "),
+        "{sentence}"
+    );
     assert!(
         sentence.contains("has not called the matching Send #0 to rank 1: its last call was AllReduce #2"),
         "{sentence}"

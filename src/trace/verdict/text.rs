@@ -13,14 +13,11 @@ impl Communicator {
     pub(crate) fn explain(&self, verdict: &Verdict) -> String {
         let mut text = String::new();
         if let Some(waiting) = &verdict.waiting {
-            let have = if waiting.ranks.len() == 1 { "has" } else { "have" };
-            let _ = write!(
-                text,
-                "{} {have} been in {} for {}",
-                ranks(&waiting.ranks),
-                call(waiting.key),
-                seconds(waiting.for_ns)
-            );
+            let who = match waiting.ranks[..] {
+                [rank] => format!("{} has", self.place(rank)),
+                _ => format!("{} have", ranks(&waiting.ranks)),
+            };
+            let _ = write!(text, "{who} been in {} for {}", call(waiting.key), seconds(waiting.for_ns));
             text += "; ";
         }
         text += &self.cause(verdict);

@@ -83,7 +83,7 @@ fn ranks_that_enter_two_communicators_in_different_order_are_a_deadlock() {
     enter(&mut comms, 2, 1, 11 * S);
     let found = graph::findings(&comms);
     assert_eq!(found.len(), 1, "{found:?}");
-    let expected = "rank 0 has been in AllReduce #5 for 41 s; rank 1 (node1, process 101) is in AllReduce #5 of tp and has not \
+    let expected = "rank 0 (node0, process 100) has been in AllReduce #5 for 41 s; rank 1 (node1, process 101) is in AllReduce #5 of tp and has not \
                     entered AllReduce #5 of dp; rank 1 (node0, process 100) is in AllReduce #5 of dp and has not entered \
                     AllReduce #5 of tp: a deadlock";
     assert!(found[0].sentence().starts_with(expected), "{}", found[0].sentence());
@@ -177,7 +177,7 @@ fn the_stage_of_a_pipeline_that_does_not_send_is_named() {
     assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0]], "{found:?}");
     assert_eq!(
         found[0].sentence(),
-        "rank 1 has been in Recv #3 from rank 0 for 41 s; rank 0 (node0, process 100) has not called the matching Send #3 to \
+        "rank 1 (node1, process 101) has been in Recv #3 from rank 0 for 41 s; rank 0 (node0, process 100) has not called the matching Send #3 to \
          rank 1: its last call was Send #2 to rank 1, 48 s ago, completed"
     );
     assert_eq!((found[0].victims, found[0].communicators), (3, 1));
@@ -259,8 +259,7 @@ fn a_process_alone_says_for_which_rank_it_waits_and_by_which_interface() {
     member.waits = vec![Wait { peer: 0, on: On::Data, since: 11 * S }];
     member.routes = vec![Route { send: false, interfaces: vec!["eth1".into()], ..Route::default() }];
     let found = graph::findings(&comms);
-    assert_eq!(
-        found[0].sentence(),
-        "rank 1 has been in Recv #3 from rank 0 for 41 s; rank 1 waits for rank 0 over eth1"
-    );
+    let expected =
+        "rank 1 (node1, process 101) has been in Recv #3 from rank 0 for 41 s; rank 1 waits for rank 0 over eth1";
+    assert_eq!(found[0].sentence(), expected);
 }
