@@ -95,7 +95,7 @@ impl Answer {
     fn text(&self, place: &gather::Place) -> String {
         let mut text = String::new();
         for finding in &self.findings {
-            let _ = writeln!(text, "{}: {}", finding.comm.title, finding.sentence());
+            let _ = writeln!(text, "{}", finding.line());
         }
         if self.alive == 0 {
             let _ = writeln!(

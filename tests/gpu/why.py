@@ -123,7 +123,7 @@ def described(answer):
 
 
 def holds(case, answer):
-    """Whether the answer names the rank that did it, and its GPU; of two ranks with different calls it names one."""
+    """Whether the answer names the rank that did it, and its GPU; of two ranks with different calls it may name both."""
     for found in answer["findings"]:
         if not all(named["gpu"] for named in found["named"]):
             continue

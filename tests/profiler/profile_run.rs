@@ -242,7 +242,7 @@ fn cut_while_it_runs(how: Cut) {
     assert_eq!(said["findings"][0]["named"].as_array().map(Vec::len), Some(1), "{how:?}: {said}");
     crate::support::eventually("the log says so", Duration::from_secs(35), || {
         let log = std::fs::read_to_string(&log).expect("a log");
-        log.lines().any(|line| line.contains("has been in AllReduce #") && line.contains(" over rail0 ")).then_some(())
+        log.lines().any(|line| line.contains(" been in AllReduce #") && line.contains(" over rail0 ")).then_some(())
     });
     // SAFETY: only a signal, to the process group that was made for this job.
     unsafe { libc::kill(-(job.id() as i32), libc::SIGKILL) };

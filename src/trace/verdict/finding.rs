@@ -1,5 +1,7 @@
 //! What holds ranks up, and whom.
 
+use std::collections::BTreeSet;
+
 use super::{Cause, Communicator, Member, On, Verdict};
 
 /// A communicator that stands still, the reason, and who waits for the same.
@@ -11,8 +13,8 @@ pub(crate) struct Finding {
     pub verdict: Verdict,
     /// Ranks that wait, in this communicator and in others.
     pub victims: usize,
-    /// How many communicators these are.
-    pub communicators: usize,
+    /// The communicators in which they wait.
+    pub communicators: BTreeSet<u64>,
 }
 
 /// A rank that holds others up.
@@ -27,11 +29,17 @@ pub(crate) struct Named {
 }
 
 impl Finding {
+    /// The communicator and the verdict.
+    pub(crate) fn line(&self) -> String {
+        format!("{}: {}", self.comm.title, self.sentence())
+    }
+
     /// The verdict as a sentence, without the communicator's name.
     pub(crate) fn sentence(&self) -> String {
         let mut text = self.comm.explain(&self.verdict);
-        if self.communicators > 1 {
-            text += &format!("; in all, {} ranks in {} communicators wait for this", self.victims, self.communicators);
+        let communicators = self.communicators.len();
+        if communicators > 1 {
+            text += &format!("; in all, {} ranks in {communicators} communicators wait for this", self.victims);
         }
         text
     }

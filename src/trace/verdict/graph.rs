@@ -305,7 +305,7 @@ impl<'a> Graph<'a> {
         let finding = |list: Vec<Found>| {
             let spots: BTreeSet<Spot> = list.iter().flat_map(|found| found.spots.iter().copied()).collect();
             let victims: BTreeSet<Worker> = spots.iter().flat_map(|spot| self.victims(spot)).collect();
-            let communicators = spots.iter().map(|spot| spot.comm).collect::<BTreeSet<u64>>().len();
+            let communicators = spots.iter().map(|spot| spot.comm).collect();
             let Found { comm, verdict, named, .. } = list.into_iter().rev().max_by_key(|it| waited(&it.verdict))?;
             let victims = victims.difference(&named).count();
             Some(Finding { comm: self.comms[&comm].clone(), verdict, victims, communicators })
