@@ -311,7 +311,7 @@ pub struct Part<'a> {
     pub tag: i32,
     /// Its registration; NULL is passed without one.
     pub mr: Option<&'a Mr>,
-    /// v10 and later: the transfer's profiler handle ([`super::profile::Transfer::handle`]), or NULL.
+    /// v10 and later: the transfer's profiler handle, or NULL.
     pub profile: *mut c_void,
 }
 

@@ -102,7 +102,7 @@ pub struct Init {
     pub comm_id: u64,
     /// v10 and later: the whole ToS / traffic-class byte, −1 when undefined.
     pub traffic_class: i32,
-    /// v10 and later: the profiler callback ([`super::profile::callback`] records). NCCL always gives one.
+    /// v10 and later: the profiler callback . NCCL always gives one; the default is that of an NCCL without profiler.
     pub profiler: ffi::ncclProfilerCallback_t,
     /// Gives no logger, as some tools do.
     pub without_logger: bool,
@@ -113,10 +113,21 @@ impl Default for Init {
         Self {
             comm_id: 0,
             traffic_class: ffi::NCCL_NET_TRAFFIC_CLASS_UNDEF,
-            profiler: super::profile::ignoring_callback(),
+            profiler: Some(ignore),
             without_logger: false,
         }
     }
+}
+
+/// The callback of an NCCL without profiler: it returns success and no event handle.
+unsafe extern "C" fn ignore(
+    _event: *mut *mut c_void,
+    _kind: c_int,
+    _transfer: *mut c_void,
+    _plugin_id: i64,
+    _description: *mut c_void,
+) -> ffi::ncclResult_t {
+    ffi::ncclSuccess
 }
 
 /// A communicator's use of the plugin. Clones share it, as communicators made by split do.

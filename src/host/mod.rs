@@ -20,11 +20,7 @@
 //! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
 //!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
 //! - [`Memory`] is a buffer with guards on both sides, [`Pair`] a connection within this process.
-//! - [`select`] plays NCCL's merging and choice of devices.
-//! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback; [`profiler`] drives the plugin's own
-//!   profiler.
-//! - [`Rma`] drives the plugin's tables for one-sided operations.
-//! - [`FlagCx`] plays FlagCX, whose interface the library offers beside NCCL's.
+//! - [`log`](mod@log) is NCCL's logger; [`profiler`] drives the plugin's own profiler.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
 //!
 //! Like NCCL, v4's `connect` and `accept` are called once and wait; from v5 on both are called until they yield
@@ -33,26 +29,19 @@
 mod code;
 mod comm;
 mod context;
-mod flagcx;
 mod library;
 pub mod log;
 mod memory;
 mod pair;
-pub mod profile;
 pub mod profiler;
 mod properties;
-mod rma;
-mod selection;
 mod table;
 
 pub use code::{Code, Result};
 pub use comm::{Listener, Mr, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
 pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
-pub use flagcx::{End, FlagCx, FlagCxHandle, Object};
 pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
 pub use memory::Memory;
 pub use pair::Pair;
 pub use properties::Properties;
-pub use rma::{PutSignal, Rma, RmaHandle, Spot};
-pub use selection::select;
 pub use table::Table;

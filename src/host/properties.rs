@@ -63,9 +63,11 @@ fn members(count: i32, devices: &[i32]) -> Vec<i32> {
 /// One conversion per layout: the fields that all have, then the group of fields that came with v5, v7, v8 and so on.
 macro_rules! conversion {
     ($name:ident, $raw:ty $(, $group:ident)*) => {
+        /// From the layout of this version.
+        ///
         /// # Safety
         /// The strings of `raw` are NULL or NUL-terminated.
-        pub(super) unsafe fn $name(raw: &$raw) -> Self {
+        pub unsafe fn $name(raw: &$raw) -> Self {
             #[allow(unused_mut, reason = "v4 has no groups")]
             let mut all = Self {
                 // SAFETY: the caller's promise.

@@ -1,4 +1,4 @@
-//! FlagCX's interface of the library, driven as FlagCX's own path drives it (`src/host/flagcx.rs`). FlagCX itself, with its
+//! FlagCX's interface of the library, driven as FlagCX's own path drives it (`support::flagcx`). FlagCX itself, with its
 //! accelerators, is not part of these tests.
 
 use std::ffi::CStr;
@@ -7,9 +7,10 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox};
+use crate::support::flagcx::{End, FlagCx, FlagCxHandle, Object};
 use crate::support::{context, eventually, pattern, plugin, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, End, FlagCx, FlagCxHandle, Object, PTR_CUDA, PTR_HOST, Pair};
+use towline::host::{ApiVersion, Code, PTR_CUDA, PTR_HOST, Pair};
 use towline::nccl::ffi::flagcxNetAdaptor_v1_t;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! One-sided operations, driven as NCCL's progress thread drives them (`src/host/rma.rs`), in host memory. NCCL itself is not
+//! One-sided operations, driven as NCCL's progress thread drives them (`support::rma`), in host memory. NCCL itself is not
 //! part of these tests.
 
 use std::mem::{offset_of, size_of};
@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
 use crate::support::faults::Dice;
 use crate::support::injector::{FAULTY_CALLS, faulty_calls};
+use crate::support::flagcx::Object;
 use crate::support::one_sided::{
     COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, holds, listening, moves_all_sizes, pick, rma,
     signals_follow_their_puts,
 };
+use crate::support::rma::{PutSignal, RmaHandle};
 use crate::support::window::Window;
 use crate::support::{context, eventually, key_file, pattern, watchdog};
 use towline::host::log::{Capture, Record};
-use towline::host::{
-    ApiVersion, Code, Handle, Memory, Object, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, PutSignal, RmaHandle,
-};
+use towline::host::{ApiVersion, Code, Handle, Memory, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part};
 use towline::nccl::ffi::ncclRma_v16_t;
 
 const VERSIONS: [u32; 3] = [14, 15, 16];

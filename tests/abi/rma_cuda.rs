@@ -3,13 +3,15 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::flagcx::Object;
 use crate::support::one_sided::{ON, Rank, at, connected, moves_all_sizes, signals_follow_their_puts};
+use crate::support::rma::PutSignal;
 use crate::support::window::{
     Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in, the_context_ends,
 };
 use crate::support::{child, watchdog};
 use towline::host::log::Capture;
-use towline::host::{Code, Object, PutSignal};
+use towline::host::Code;
 
 /// NCCL's promise that nobody else writes the signals.
 const NEVER_RESET: u64 = 2;

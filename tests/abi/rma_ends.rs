@@ -7,12 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded};
+use crate::support::flagcx::Object;
 use crate::support::one_sided::{NOWHERE, ON, PATIENCE, Rank, at, connected, content, holds, listening};
 use crate::support::proxy::Proxy;
+use crate::support::rma::{PutSignal, RmaHandle};
 use crate::support::window::Window;
 use crate::support::{eventually, watchdog};
 use towline::host::log::Capture;
-use towline::host::{Code, Handle, Object, PutSignal, RmaHandle};
+use towline::host::{Code, Handle};
 
 /// How long a stall lasts.
 const HELD: Duration = Duration::from_secs(3);

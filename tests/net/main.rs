@@ -25,6 +25,7 @@ mod protocol;
 mod routes;
 mod scale;
 mod seal;
+mod selection;
 mod situations;
 mod slow;
 mod traffic_class;

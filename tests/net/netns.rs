@@ -230,7 +230,7 @@ fn a_virtual_device_uses_all_rails_of_its_members() {
 fn nccl_can_use_every_interface_of_a_host_whose_interfaces_have_no_pci_path() {
     if plays_a_host(|context| {
         let devices: Vec<i32> = (0..context.devices().expect("devices")).collect();
-        assert_eq!(towline::host::select(context), Ok(devices.clone()));
+        assert_eq!(crate::selection::select(context), Ok(devices.clone()));
         assert_eq!(devices.len(), 3);
         devices[2]
     }) || !available()

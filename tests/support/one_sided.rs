@@ -1,12 +1,14 @@
-//! Ranks that play NCCL's side of one-sided operations (`src/host/rma.rs`), and what tests of host memory and of GPU memory
+//! Ranks that play NCCL's side of one-sided operations ([`rma`](super::rma)), and what tests of host memory and of GPU memory
 //! have in common.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use towline::host::{ApiVersion, Code, Context, Object, PutSignal, Rma, RmaHandle, Spot};
+use towline::host::{ApiVersion, Code, Context};
 
 use super::faults::Dice;
+use super::flagcx::Object;
+use super::rma::{PutSignal, Rma, RmaHandle, Spot};
 use super::window::Window;
 use super::{context, pattern, plugin};
 

@@ -5,10 +5,7 @@
 //! ncclTopoAutoMerge, ncclTopoMakeVnic, ncclTopoGetLocal) as far as devices go, with NCCL's default merge level: ports of
 //! one card. 2.24 and 2.25 differ in one point: a refused merge ends the job.
 
-use super::code::{Code, Result};
-use super::context::Context;
-use super::library::ApiVersion;
-use super::properties::Properties;
+use towline::host::{ApiVersion, Code, Context, Properties, Result};
 
 /// The devices that NCCL would use, in its order: those that a GPU can reach, and of these the ones of the highest speed.
 ///

@@ -6,10 +6,8 @@
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::ptr::null_mut;
 
-use super::code::{Code, Result};
-use super::library::Plugin;
-use super::properties::Properties;
-use crate::nccl::ffi;
+use towline::host::{Code, Plugin, Properties, Result};
+use towline::nccl::ffi;
 
 /// The table of an opened plugin.
 #[derive(Clone, Debug)]
@@ -25,7 +23,6 @@ pub struct FlagCxHandle(pub [u8; 64]);
 
 /// Which end of a connection, or what makes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the names say it all")]
 pub enum End {
     Send,
     Recv,
@@ -47,11 +44,11 @@ unsafe impl Send for FlagCx {}
 unsafe impl Sync for FlagCx {}
 
 impl Object {
-    pub(super) fn of(raw: *mut c_void) -> Option<Self> {
+    pub fn of(raw: *mut c_void) -> Option<Self> {
         (!raw.is_null()).then_some(Self(raw))
     }
 
-    pub(super) fn raw(self) -> *mut c_void {
+    pub fn raw(self) -> *mut c_void {
         self.0
     }
 }

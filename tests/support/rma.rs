@@ -3,12 +3,10 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 
-use super::code::{Code, Result};
+use towline::host::{Code, Plugin, Properties, Result, log};
+use towline::nccl::ffi;
+
 use super::flagcx::Object;
-use super::library::Plugin;
-use super::log;
-use super::properties::Properties;
-use crate::nccl::ffi;
 
 /// The table of an opened plugin in one version.
 #[derive(Clone)]
