@@ -42,7 +42,7 @@
 #![allow(rustdoc::private_intra_doc_links, reason = "the documentation is built with private items")]
 #![cfg_attr(
     not(feature = "rdma"),
-    allow(dead_code, reason = "a part of `session`, `engine` and `os` serves RDMA only")
+    allow(dead_code, unused_imports, reason = "a part of `session`, `engine` and `os` serves RDMA only")
 )]
 
 pub mod abi;

@@ -3,8 +3,6 @@
 //! Guarantee: what a thread did before it rang is visible to a poll that comes after, whether the worker was awake,
 //! asleep or just falling asleep. Ringing twice before the worker responds is one ring. (`tests/models` checks both.)
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use std::sync::PoisonError;
 
 use crate::os::sync::atomic::{AtomicBool, Ordering};
@@ -15,20 +13,20 @@ use crate::os::sync::{Mutex, MutexGuard};
 /// All writes to its marks are exchanges: each sees the one before it, and what that thread did earlier. A plain store
 /// is no cheaper where it must not be reordered with the next load.
 #[derive(Default)]
-pub struct Doorbell {
+pub(crate) struct Doorbell {
     asleep: AtomicBool,
     rung: Mutex<Vec<usize>>,
 }
 
 /// A source's button: whether it was pressed and the worker has not responded yet.
 #[derive(Default)]
-pub struct Button(AtomicBool);
+pub(crate) struct Button(AtomicBool);
 
 impl Doorbell {
     /// Requests a poll of the source with this token. Returns whether the worker sleeps, so that the caller must wake
     /// it.
     #[must_use = "a worker that sleeps hears nothing"]
-    pub fn ring(&self, button: &Button, token: usize) -> bool {
+    pub(crate) fn ring(&self, button: &Button, token: usize) -> bool {
         if button.0.swap(true, Ordering::AcqRel) {
             return false;
         }
@@ -38,13 +36,13 @@ impl Doorbell {
     }
 
     /// The worker is about to sleep. Returns whether it may; if not, a thread has rung.
-    pub fn may_sleep(&self) -> bool {
+    pub(crate) fn may_sleep(&self) -> bool {
         self.asleep.swap(true, Ordering::AcqRel);
         self.rung().is_empty()
     }
 
     /// The worker is awake, and takes the tokens that were rung for. Returns whether there are any.
-    pub fn answer(&self, tokens: &mut Vec<usize>) -> bool {
+    pub(crate) fn answer(&self, tokens: &mut Vec<usize>) -> bool {
         self.asleep.swap(false, Ordering::AcqRel);
         let mut rung = self.rung();
         let any = !rung.is_empty();
@@ -54,7 +52,7 @@ impl Doorbell {
 
     /// The token that has waited longest, for a thread that polls in the worker's place. Like the worker, that thread
     /// releases the source's button before it polls.
-    pub fn take_one(&self) -> Option<usize> {
+    pub(crate) fn take_one(&self) -> Option<usize> {
         let mut rung = self.rung();
         if rung.is_empty() { None } else { Some(rung.remove(0)) }
     }
@@ -72,7 +70,7 @@ impl Doorbell {
 impl Button {
     /// The worker responds: a thread that presses from now on rings again. An exchange, not a store: it must see the
     /// writes of threads that found the button already pressed.
-    pub fn release(&self) {
+    pub(crate) fn release(&self) {
         self.0.swap(false, Ordering::AcqRel);
     }
 }

@@ -6,14 +6,12 @@
 //! three bits and is at least 4: no handle is 0, 1 or 2, which have a meaning of their own in NCCL (NCCL 2.24 and later
 //! preset a receive's request to 1 as a hint).
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use crate::os::error::{Error, Result};
 
 /// What a handle names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// One transfer in flight.
     Request = 4,
     /// A listening, sending or receiving communicator.
@@ -46,7 +44,7 @@ pub(crate) const MAX_INDEX: usize = 1 << INDEX_BITS;
 
 /// A decoded handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Handle {
+pub(crate) struct Handle {
     /// What it names.
     pub kind: Kind,
     /// The place in the table.
@@ -60,7 +58,7 @@ pub struct Handle {
 impl Handle {
     /// The value to return to NCCL. Never 0, 1 or 2.
     #[inline]
-    pub fn encode(self) -> usize {
+    pub(crate) fn encode(self) -> usize {
         debug_assert!((self.slot as usize) < MAX_SLOTS && (self.index as usize) < MAX_INDEX);
         let value = u64::from(self.generation) << (KIND_BITS + SLOT_BITS + INDEX_BITS)
             | u64::from(self.index) << (KIND_BITS + SLOT_BITS)
@@ -74,7 +72,7 @@ impl Handle {
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it is null or anything else.
     #[inline]
-    pub fn decode(value: usize, expected: Kind) -> Result<Self> {
+    pub(crate) fn decode(value: usize, expected: Kind) -> Result<Self> {
         if value & ((1 << KIND_BITS) - 1) != expected as usize {
             return Err(Self::refused(value, expected));
         }
@@ -97,7 +95,7 @@ impl Handle {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use proptest::prelude::*;

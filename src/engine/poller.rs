@@ -159,7 +159,7 @@ impl Worker {
 
 impl Registration {
     /// Whether the worker is polling for work at this moment, so that a kick costs next to nothing.
-    pub fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         !self.worker.0.doorbell.is_asleep()
     }
 
@@ -429,7 +429,7 @@ impl Poller {
     }
 
     /// The most data workers that this pool starts.
-    pub fn limit(&self) -> usize {
+    pub(crate) fn limit(&self) -> usize {
         self.limit
     }
 }

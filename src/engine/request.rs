@@ -250,7 +250,7 @@ impl RequestSlots {
     ///
     /// May be called by the thread that ends the part.
     #[inline]
-    pub fn leave(&self, slot: u16, words: LastWords) -> bool {
+    pub(crate) fn leave(&self, slot: u16, words: LastWords) -> bool {
         let slot = &self.slots[usize::from(slot)];
         if slot.parts.load(Ordering::Relaxed) != 1 || slot.said.load(Ordering::Relaxed) {
             return false;
@@ -264,7 +264,7 @@ impl RequestSlots {
 
     /// The record left with a request that the caller has found done and not yet given back.
     #[inline]
-    pub fn last_words(&self, ticket: Ticket) -> Option<LastWords> {
+    pub(crate) fn last_words(&self, ticket: Ticket) -> Option<LastWords> {
         let slot = &self.slots[usize::from(ticket.slot)];
         let said = slot.said.load(Ordering::Relaxed);
         said.then(|| std::array::from_fn(|word| slot.last[word].load(Ordering::Relaxed)))
@@ -281,7 +281,7 @@ impl RequestSlots {
     /// # Errors
     /// A usage error for a request that was reported done before.
     #[inline]
-    pub fn check(&self, ticket: Ticket) -> Result<()> {
+    pub(crate) fn check(&self, ticket: Ticket) -> Result<()> {
         match self.slots.get(ticket.slot as usize) {
             Some(slot)
                 if slot.generation.load(Ordering::Relaxed) == ticket.generation
@@ -302,14 +302,9 @@ impl RequestSlots {
         Some(outcome)
     }
 
-    /// Frees the slot of a request whose outcome the caller has.
-    pub fn release(&self, ticket: Ticket) {
-        self.free(ticket.slot as usize);
-    }
-
     /// The outcome of a request if it is done, without consuming it.
     #[inline]
-    pub fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
+    pub(crate) fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
         let slot = &self.slots[ticket.slot as usize];
         if slot.state.load(Ordering::Acquire) != DONE {
             return None;
@@ -326,12 +321,12 @@ impl RequestSlots {
     }
 
     /// Drops a request that failed: its slot is free again.
-    pub fn abandon(&self, ticket: Ticket) {
+    pub(crate) fn abandon(&self, ticket: Ticket) {
         self.free(ticket.slot as usize);
     }
 
     /// How many requests are outstanding.
-    pub fn outstanding(&self) -> usize {
+    pub(crate) fn outstanding(&self) -> usize {
         self.outstanding_of(&self.keys())
     }
 
@@ -362,12 +357,12 @@ fn foreign() -> Error {
 }
 
 /// The error for a message that is longer than its receive, the same on both sides.
-pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
+pub(crate) fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
     Error::usage(format!("a message of {length} bytes with tag {tag} met a receive of {capacity} bytes"))
         .with_hint("the two sides disagree about the size of a transfer; check that all ranks call the same collective with the same count")
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

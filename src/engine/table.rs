@@ -4,8 +4,6 @@
 //! threads that are using it. Each call from NCCL does one look-up: [`Table::with`] costs one uncontended read lock and
 //! two atomic operations, and touches no memory that users of another place touch.
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use std::sync::{Arc, OnceLock, PoisonError};
 
 use slab::Slab;
@@ -49,7 +47,7 @@ impl<T: ?Sized> Place<T> {
 type Segment<T> = Box<[Place<T>; SEGMENT]>;
 
 /// Objects of one kind, named by [`Handle`]s.
-pub struct Table<T: ?Sized> {
+pub(crate) struct Table<T: ?Sized> {
     kind: Kind,
     segments: [OnceLock<Segment<T>>; MAX_INDEX / SEGMENT],
     free: Mutex<Option<Slab<()>>>,
@@ -57,7 +55,7 @@ pub struct Table<T: ?Sized> {
 
 impl<T: ?Sized> Table<T> {
     /// An empty table; takes no memory beyond its own size until the first insertion.
-    pub fn new(kind: Kind) -> Self {
+    pub(crate) fn new(kind: Kind) -> Self {
         Self { kind, segments: [const { OnceLock::new() }; MAX_INDEX / SEGMENT], free: Mutex::new(None) }
     }
 
@@ -104,7 +102,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// When the table is full.
-    pub fn insert(&self, object: Arc<T>) -> Result<Handle> {
+    pub(crate) fn insert(&self, object: Arc<T>) -> Result<Handle> {
         self.insert_with(|_| Ok(object))
     }
 
@@ -113,7 +111,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it names nothing of this table, or something
     /// that was closed.
-    pub fn get(&self, value: usize) -> Result<Arc<T>> {
+    pub(crate) fn get(&self, value: usize) -> Result<Arc<T>> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         match &*place.read() {
@@ -128,7 +126,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// As [`Table::get`], and whatever `call` returns.
     #[inline]
-    pub fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
+    pub(crate) fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
         self.with_shared(value, |object| call(object))
     }
 
@@ -168,7 +166,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// As [`Table::get`].
-    pub fn remove(&self, value: usize) -> Result<Arc<T>> {
+    pub(crate) fn remove(&self, value: usize) -> Result<Arc<T>> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         let object = {
@@ -183,12 +181,12 @@ impl<T: ?Sized> Table<T> {
     }
 
     /// How many objects are in the table.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Slab::len)
     }
 
     /// Whether some object satisfies `is_wanted`. As [`Table::find_map`].
-    pub fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
+    pub(crate) fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
         self.find_map(|object| is_wanted(object).then_some(())).is_some()
     }
 
@@ -199,7 +197,7 @@ impl<T: ?Sized> Table<T> {
     }
 
     /// Whether the table is empty.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
@@ -224,7 +222,7 @@ impl<T: ?Sized> Table<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

@@ -124,11 +124,6 @@ macro_rules! closable {
             pub fn raw(&self) -> *mut c_void {
                 self.0.0.raw
             }
-
-            /// The context that it was made in.
-            pub fn context(&self) -> &Context {
-                &self.0.0.context
-            }
         }
     )+};
 }

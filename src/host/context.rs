@@ -53,7 +53,7 @@ impl Net {
     }
 
     /// The library.
-    pub fn plugin(&self) -> &Plugin {
+    pub(crate) fn plugin(&self) -> &Plugin {
         &self.plugin
     }
 

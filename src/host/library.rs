@@ -36,7 +36,7 @@ impl ApiVersion {
         [Self::V12, Self::V11, Self::V10, Self::V9, Self::V8, Self::V7, Self::V6, Self::V5, Self::V4];
 
     /// The number alone.
-    pub fn number(self) -> u32 {
+    pub(crate) fn number(self) -> u32 {
         self as u32
     }
 
@@ -128,7 +128,7 @@ impl Plugin {
     }
 
     /// The file as it was named when it was opened.
-    pub fn file(&self) -> &Path {
+    pub(crate) fn file(&self) -> &Path {
         &self.0.file
     }
 

@@ -19,7 +19,7 @@ pub const PLUGIN_ID_IB: i64 = (1 << 16) | 1;
 pub const PLUGIN_ID_SOCKET: i64 = (2 << 16) | 1;
 
 /// The version of [`NetEvent`], in the low 16 bits of the plugin id as NCCL does it.
-pub const VERSION: i64 = 1;
+pub(crate) const VERSION: i64 = 1;
 
 /// Towline's own plugin id: "TL" in the type bits, the version below.
 pub const PLUGIN_ID: i64 = (0x544c << 16) | VERSION;
@@ -179,7 +179,7 @@ pub fn announce(reader: Reader) {
 }
 
 /// The known reader of network events.
-pub fn reader() -> Reader {
+pub(crate) fn reader() -> Reader {
     match READER.load(Ordering::Relaxed) {
         0 => Reader::None,
         1 => Reader::Hasty,
@@ -220,7 +220,7 @@ impl NetEvent {
     }
 
     /// How many further parts lie behind it ([`MORE_SHIFT`]).
-    pub fn more(&self) -> usize {
+    pub(crate) fn more(&self) -> usize {
         if self.has_ended() { (self.flags >> MORE_SHIFT & 0xff) as usize } else { 0 }
     }
 

@@ -19,13 +19,14 @@ pub(crate) use complaint::Complaint;
 pub(crate) use nearest::{is_slip, nearest};
 pub use render::render_markdown;
 pub(crate) use render::{Source, settings};
-pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value, is_blank_or_quote};
+pub use value::NetEvents;
+pub(crate) use value::{Backend, Family, KeyFile, LogLevel, Number, Rails, Value, is_blank_or_quote};
 
 use std::time::Duration;
 
 /// An entry of the table.
 #[derive(Debug)]
-pub struct Variable {
+pub(crate) struct Variable {
     /// The name in the environment.
     pub name: &'static str,
     /// The form of a value, for users.
@@ -52,7 +53,7 @@ impl Variable {
 }
 
 /// Every variable with this prefix is Towline's.
-pub const PREFIX: &str = "TOWLINE_";
+pub(crate) const PREFIX: &str = "TOWLINE_";
 
 /// Names with the prefix that Towline's own tests and tools use, and so cause no complaint.
 const NOT_FOR_THE_LIBRARY: &[&str] = &[
@@ -79,7 +80,7 @@ macro_rules! variables {
         }
     )*) => {
         /// Every variable that Towline reads, in the order of the documentation.
-        pub static TABLE: &[Variable] = &[$(Variable {
+        pub(crate) static TABLE: &[Variable] = &[$(Variable {
             name: $name,
             kind: <$type as Value>::kind,
             default: $default,
@@ -95,7 +96,7 @@ macro_rules! variables {
         pub struct Config {
             $(
                 #[doc = concat!("`", $name, "`. ", $help)]
-                pub $field: $type,
+                pub(crate) $field: $type,
             )*
         }
 

@@ -12,7 +12,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// The kind of failure. It alone decides the NCCL result code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Cause {
+pub(crate) enum Cause {
     /// The operating system refused a call (out of descriptors, no such interface, …).
     System,
     /// The caller passed an impossible argument: null pointer, unknown device, foreign or stale handle.
@@ -42,12 +42,12 @@ struct Inner {
 
 impl Error {
     /// A failure of kind `cause`, described in one sentence without a final full stop.
-    pub fn new(cause: Cause, what: impl Into<String>) -> Self {
+    pub(crate) fn new(cause: Cause, what: impl Into<String>) -> Self {
         Self::from_parts(cause, what.into(), None, None)
     }
 
     /// A failed system call: `doing` is what was attempted, as in "binding a listener to eth0".
-    pub fn system(doing: impl fmt::Display, error: &std::io::Error) -> Self {
+    pub(crate) fn system(doing: impl fmt::Display, error: &std::io::Error) -> Self {
         let failure = Self::new(Cause::System, format!("{doing} failed: {error}"));
         match advice(error) {
             Some(hint) => failure.with_hint(hint),
@@ -56,22 +56,22 @@ impl Error {
     }
 
     /// A bad argument from the host program.
-    pub fn argument(what: impl Into<String>) -> Self {
+    pub(crate) fn argument(what: impl Into<String>) -> Self {
         Self::new(Cause::Argument, what)
     }
 
     /// A call that breaks the interface's rules.
-    pub fn usage(what: impl Into<String>) -> Self {
+    pub(crate) fn usage(what: impl Into<String>) -> Self {
         Self::new(Cause::Usage, what)
     }
 
     /// A failure on, or of, the other side.
-    pub fn remote(what: impl Into<String>) -> Self {
+    pub(crate) fn remote(what: impl Into<String>) -> Self {
         Self::new(Cause::Remote, what)
     }
 
     /// A defect of Towline.
-    pub fn internal(what: impl Into<String>) -> Self {
+    pub(crate) fn internal(what: impl Into<String>) -> Self {
         Self::new(Cause::Internal, what)
     }
 
@@ -95,22 +95,22 @@ impl Error {
     }
 
     /// Which kind of failure this is.
-    pub fn cause(&self) -> Cause {
+    pub(crate) fn cause(&self) -> Cause {
         self.0.cause
     }
 
     /// The sentence alone, without peer and hint.
-    pub fn what(&self) -> &str {
+    pub(crate) fn what(&self) -> &str {
         &self.0.what
     }
 
     /// The hint, if there is one.
-    pub fn hint(&self) -> Option<&str> {
+    pub(crate) fn hint(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }
 
     /// The peer, if the failure has one.
-    pub fn peer(&self) -> Option<&str> {
+    pub(crate) fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()
     }
 
@@ -158,7 +158,7 @@ impl fmt::Debug for Error {
 impl std::error::Error for Error {}
 
 /// The hint when the host has run out of something that a call needs. None for other errors.
-pub fn advice(error: &std::io::Error) -> Option<&'static str> {
+pub(crate) fn advice(error: &std::io::Error) -> Option<&'static str> {
     match error.raw_os_error()? {
         libc::EMFILE => Some("this process is out of descriptors: raise its limit (ulimit -n)"),
         libc::ENFILE => Some("this host is out of descriptors: raise fs.file-max"),
@@ -170,7 +170,7 @@ pub fn advice(error: &std::io::Error) -> Option<&'static str> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

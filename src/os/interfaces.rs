@@ -188,7 +188,7 @@ impl Filter {
 
 /// The user's settings.
 #[derive(Debug, Clone, Default)]
-pub struct Wish<'a> {
+pub(crate) struct Wish<'a> {
     /// `NCCL_SOCKET_IFNAME`.
     pub names: Option<&'a str>,
     /// `NCCL_SOCKET_FAMILY`.
@@ -231,7 +231,7 @@ impl std::fmt::Display for Why {
 }
 
 /// The interfaces to use, one entry each, in NCCL's order, and the rule that chose them.
-pub fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
+pub(crate) fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
     let pass = |list: &str| {
         let filter = Filter::new(list);
         select(all, wish.family, |name| filter.passes(name))
@@ -288,7 +288,7 @@ pub(crate) fn choose_also_down(
 
 /// The interfaces with exactly these names or alternative names, in that order, running or not, and the names for which
 /// no interface has a usable address.
-pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Vec<Interface>, Vec<String>) {
+pub(crate) fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Vec<Interface>, Vec<String>) {
     let mut missing = Vec::new();
     let mut found = Vec::new();
     for name in names {

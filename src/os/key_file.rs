@@ -29,7 +29,7 @@ pub(crate) enum Purpose {
 
 /// The shared key, ready for a handshake. It cannot be printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct SharedKey([u8; 32]);
+pub(crate) struct SharedKey([u8; 32]);
 
 impl std::fmt::Debug for SharedKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -25,7 +25,7 @@ const MAX_MBPS: i64 = 10_000_000;
 
 /// A sysfs: the real one or a test's.
 #[derive(Debug, Clone)]
-pub struct Sysfs {
+pub(crate) struct Sysfs {
     root: PathBuf,
     /// The driver by `ethtool`, which has no directory.
     ethtool_driver: fn(&str) -> Option<String>,

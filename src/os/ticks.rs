@@ -46,7 +46,7 @@ impl Ticks {
 
     /// The counter's value.
     #[inline]
-    pub fn number(self) -> u64 {
+    pub(crate) fn number(self) -> u64 {
         self.0.get()
     }
 
@@ -62,7 +62,7 @@ impl Ticks {
 }
 
 /// Measures the counter, which takes a fraction of a millisecond, so that the first [`Ticks::now`] need not.
-pub fn set_up() {
+pub(crate) fn set_up() {
     let _ = rate();
 }
 

@@ -72,7 +72,7 @@ use crate::session::peer::Peer;
 
 /// The backends of this process.
 #[derive(Default)]
-pub struct Backends {
+pub(crate) struct Backends {
     /// Sockets, which every host has.
     pub tcp: tcp::Tcp,
     /// None inside when the process uses TCP.
@@ -108,7 +108,7 @@ impl Backends {
 
 /// One part of a transfer: a send, or one of a group of receives.
 #[derive(Debug, Clone, Copy)]
-pub struct Part {
+pub(crate) struct Part {
     /// The memory. The transport may use it until [`test()`](super::facade::test()) has returned done or failed. May be
     /// null when `size` is 0.
     pub data: *mut u8,
@@ -124,7 +124,7 @@ pub struct Part {
 
 /// Memory that NCCL registers with a connection.
 #[derive(Debug, Clone, Copy)]
-pub struct Region {
+pub(crate) struct Region {
     /// Its first byte.
     pub address: usize,
     /// Its length in bytes.
@@ -136,10 +136,7 @@ pub struct Region {
 }
 
 /// A way to carry messages.
-pub trait Backend {
-    /// The name in the log.
-    fn name(&self) -> &'static str;
-
+pub(crate) trait Backend {
     /// Starts to listen on a device; also returns the addresses to which peers connect.
     ///
     /// # Errors
@@ -159,7 +156,7 @@ pub trait Backend {
 }
 
 /// A listener.
-pub trait Listening: Send + Sync {
+pub(crate) trait Listening: Send + Sync {
     /// What a peer needs to connect.
     fn secret(&self) -> &Secret;
 
@@ -180,7 +177,7 @@ pub trait Listening: Send + Sync {
 }
 
 /// A connection under way, from the connecting side.
-pub trait Attempt: Send + Sync {
+pub(crate) trait Attempt: Send + Sync {
     /// Its result, once there is one.
     fn result(&self) -> Option<Result<Arc<dyn Sending>>>;
 
@@ -195,7 +192,7 @@ pub trait Attempt: Send + Sync {
 }
 
 /// What both ends of a connection have.
-pub trait Connected: Send + Sync {
+pub(crate) trait Connected: Send + Sync {
     /// Registers memory; returns the registration's number.
     ///
     /// # Errors
@@ -225,7 +222,7 @@ pub trait Connected: Send + Sync {
 }
 
 /// A connection's sending end.
-pub trait Sending: Connected {
+pub(crate) trait Sending: Connected {
     /// Starts a send; None for "not now".
     ///
     /// # Errors
@@ -238,7 +235,7 @@ pub trait Sending: Connected {
 }
 
 /// A connection's receiving end.
-pub trait Receiving: Connected {
+pub(crate) trait Receiving: Connected {
     /// Starts a group of receives; None for "not now".
     ///
     /// # Errors
@@ -257,7 +254,7 @@ pub trait Receiving: Connected {
 
 /// A connection and what it has carried.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Description {
+pub(crate) struct Description {
     /// Its number, which together with the direction identifies it.
     pub number: u64,
     /// Whether this side sends.

@@ -43,11 +43,11 @@ pub(crate) const MAX_RECVS: i32 = 8;
 const MAX_COMMS: i32 = 65_536;
 
 /// NCCL's flag for "host memory".
-pub const PTR_HOST: i32 = 1;
+pub(crate) const PTR_HOST: i32 = 1;
 /// NCCL's flag for "GPU memory by its address".
-pub const PTR_CUDA: i32 = 2;
+pub(crate) const PTR_CUDA: i32 = 2;
 /// NCCL's flag for "GPU memory through DMA-BUF".
-pub const PTR_DMABUF: i32 = 4;
+pub(crate) const PTR_DMABUF: i32 = 4;
 
 /// NCCL's value for an unknown rail or plane.
 const UNKNOWN_ID: i16 = -1;
@@ -144,12 +144,12 @@ impl Plan {
 
     /// A device that carries no data, for a host that must refuse to connect and has no other device: NCCL uses another
     /// network when a plugin has no device.
-    pub fn stand_in() -> Self {
+    pub(crate) fn stand_in() -> Self {
         Self { rails: Vec::new(), ports: Vec::new(), pci_path: None, guid: stable_hash(b"none"), port: 0 }
     }
 
     /// A device of these rails, with what `sysfs` has about the first running one and the hardware addresses of all.
-    pub fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
+    pub(crate) fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
         let first = rails.iter().find(|rail| rail.running).or(rails.first());
         let first = first.map_or("", |rail| rail.name.as_str());
         let pci_path =

@@ -2,14 +2,14 @@
 //!
 //! `abi` above translates C calls into calls of [`facade`]; the backends below know nothing of NCCL's life cycle.
 
-pub mod backend;
-pub mod comm;
-pub mod connections;
-pub mod context;
+pub(crate) mod backend;
+pub(crate) mod comm;
+pub(crate) mod connections;
+pub(crate) mod context;
 pub mod devices;
 pub(crate) mod facade;
 pub mod handle;
 pub mod listener;
-pub mod open;
-pub mod process;
-pub mod tuning;
+pub(crate) mod open;
+pub(crate) mod process;
+pub(crate) mod tuning;

@@ -55,7 +55,7 @@ const TELL_AFTER: Duration = Duration::from_secs(5);
 static WAITING: Limiter = Limiter::new();
 
 /// The destination, and the request to send there.
-pub struct Target {
+pub(crate) struct Target {
     /// The addresses in the handle, at least one: where the listener's process can be reached over one rail or another.
     pub addresses: Vec<SocketAddr>,
     /// What the handle carries.

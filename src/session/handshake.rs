@@ -58,7 +58,7 @@ pub const WELCOME: usize = 16 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 pub const READY: usize = 8;
 
 /// The bit of a welcome that marks the connection as closed.
-pub const CLOSED: u64 = 1 << 63;
+pub(crate) const CLOSED: u64 = 1 << 63;
 
 /// Bytes of a refusal.
 const REFUSAL: usize = 8 + PROOF;
@@ -104,7 +104,7 @@ impl Secret {
     }
 
     /// Proves `parts` to a holder of this secret.
-    pub fn prove(&self, parts: &[&[u8]]) -> [u8; PROOF] {
+    pub(crate) fn prove(&self, parts: &[&[u8]]) -> [u8; PROOF] {
         self.mac(parts).finalize().into_bytes().into()
     }
 

@@ -33,7 +33,7 @@ use crate::os::key_file::SharedKey;
 use crate::os::links::Links;
 
 /// The process-wide part of the session layer, which both backends use.
-pub struct Net {
+pub(crate) struct Net {
     /// Worker threads.
     pub poller: Poller,
     /// This process's share of the host.

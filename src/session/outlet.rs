@@ -20,7 +20,7 @@ use crate::os::route::{self, Way};
 
 /// What the process has learned.
 #[derive(Debug, Default)]
-pub struct Outlets {
+pub(crate) struct Outlets {
     /// Interfaces, and the peers that cannot be reached from a socket bound to them.
     unbindable: Mutex<BTreeSet<(u32, IpAddr)>>,
     /// Interfaces whose packets leave by another one, and for which this has been logged.

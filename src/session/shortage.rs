@@ -53,7 +53,7 @@ struct Queue(Mutex<Vec<Waiting>>);
 
 /// All streams of the process that wait.
 #[derive(Default)]
-pub struct Shortages {
+pub(crate) struct Shortages {
     queue: Arc<Queue>,
     registration: Mutex<Option<Registration>>,
 }

@@ -37,7 +37,7 @@ impl Piece {
 
     /// The piece without its first bytes; at most all of them.
     #[inline]
-    pub fn skip(self, bytes: usize) -> Self {
+    pub(crate) fn skip(self, bytes: usize) -> Self {
         let bytes = bytes.min(self.length);
         // SAFETY: at most one past the end of the piece.
         Self { data: unsafe { self.data.add(bytes) }, length: self.length - bytes }
@@ -68,7 +68,7 @@ impl Piece {
 /// # Safety
 /// The piece must be readable for its whole length during the call.
 #[inline]
-pub unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
+pub(crate) unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
     // send(2) spares the kernel a copy of the message header.
     // SAFETY: the caller vouches for the piece.
     retry(|| unsafe { libc::send(fd, data.cast(), length, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) })
@@ -109,7 +109,7 @@ fn message_of(iov: &mut [libc::iovec]) -> libc::msghdr {
 /// # Safety
 /// The piece must be writable for its whole length during the call, and no other thread may rely on its content.
 #[inline]
-pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
+pub(crate) unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
     // recv(2) spares the kernel a copy of the message header.
     // SAFETY: the caller vouches for the piece.
     retry(|| unsafe { libc::recv(fd, data.cast(), length, libc::MSG_DONTWAIT) })
@@ -165,7 +165,7 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
 /// # Safety
 /// As for [`receive`].
 #[inline]
-pub unsafe fn peek(fd: RawFd, piece: Piece) -> io::Result<Option<usize>> {
+pub(crate) unsafe fn peek(fd: RawFd, piece: Piece) -> io::Result<Option<usize>> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_PEEK;
     // SAFETY: the caller vouches for the piece.
     retry(|| unsafe { libc::recv(fd, piece.data.cast(), piece.length, flags) })
@@ -270,7 +270,7 @@ fn begins_a_flag(to: *const u8) -> bool {
 ///
 /// # Errors
 /// When it still does not fit, or the connection is gone.
-pub fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
+pub(crate) fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
     let mut rest = bytes;
     let mut until = None;
     loop {

@@ -47,7 +47,7 @@ impl Ack {
     }
 
     /// From what travelled: the header and what follows it.
-    pub fn decode(header: &Header, payload: &[u8]) -> Self {
+    pub(crate) fn decode(header: &Header, payload: &[u8]) -> Self {
         let mut counts = [0; MAX_STREAMS];
         for (count, bytes) in counts.iter_mut().zip(payload.chunks_exact(8)) {
             *count = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));

@@ -63,7 +63,7 @@ pub(crate) enum Lesson {
 
 /// How many frames of a stream have arrived, through all its epochs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Arrived {
+pub(crate) struct Arrived {
     /// All of them.
     pub frames: u64,
     /// Those that need packets of full size.

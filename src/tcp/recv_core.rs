@@ -185,7 +185,7 @@ pub struct RecvCore {
 
 impl RecvCore {
     /// A connection without streams yet, whose sender may send as over a long path, or not.
-    pub fn new(far: bool) -> Self {
+    pub(crate) fn new(far: bool) -> Self {
         Self { far, ..Self::default() }
     }
 
@@ -451,7 +451,7 @@ impl RecvCore {
     }
 
     /// What the receives in flight wait for, in a line for logs.
-    pub fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         let entries = || self.tags.iter().flat_map(|tag| &tag.entries).filter(|entry| !entry.done);
         let begun = entries().filter(|entry| entry.part.is_some() && entry.total.is_some()).count();
         let posted = entries().filter(|entry| entry.part.is_some()).count();

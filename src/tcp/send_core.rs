@@ -141,18 +141,18 @@ impl Flight {
 /// counts them, without the core: most messages need nothing else when they have left. If something else must be done
 /// it comes first, with the core locked: a frame that counts may be acknowledged at once, and its key is free then.
 #[derive(Debug, Default)]
-pub struct Written(AtomicU64);
+pub(crate) struct Written(AtomicU64);
 
 impl Written {
     /// One more. By one thread at a time: no locked instruction.
     #[inline]
-    pub fn count(&self) {
+    pub(crate) fn count(&self) {
         self.0.store(self.0.load(Ordering::Relaxed) + 1, Ordering::Release);
     }
 
     /// How many there are.
     #[inline]
-    pub fn frames(&self) -> u64 {
+    pub(crate) fn frames(&self) -> u64 {
         self.0.load(Ordering::Acquire)
     }
 }
@@ -316,7 +316,7 @@ impl SendCore {
     /// The chunk that stream `index` was given last leaves now. Its duration is measured, if it is not too short to be
     /// meaningful.
     #[inline]
-    pub fn leaves(&mut self, index: usize, now: Instant) {
+    pub(crate) fn leaves(&mut self, index: usize, now: Instant) {
         if let Some(flight) = self.streams[index].flights.back_mut()
             && u64::from(flight.length) >= CHUNK_MIN
         {
@@ -326,7 +326,7 @@ impl SendCore {
 
     /// The receiver has acknowledged, on stream `index` itself, `frames` frames of it. To be called before it counts.
     #[inline]
-    pub fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
+    pub(crate) fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
         let Some(stream) = self.streams.get_mut(index) else { return };
         let last = frames.checked_sub(stream.acked + 1).and_then(|before| stream.flights.get(before as usize));
         if let Some(Flight { queued, left: Some(left), .. }) = last {
@@ -364,7 +364,7 @@ impl SendCore {
 
     /// Where the frames of the stream's present epoch are counted when they have left: by this or by
     /// [`SendCore::written`].
-    pub fn counts(&self, index: usize) -> Arc<Written> {
+    pub(crate) fn counts(&self, index: usize) -> Arc<Written> {
         Arc::clone(&self.streams[index].written)
     }
 
@@ -384,7 +384,7 @@ impl SendCore {
     }
 
     /// How many frames of stream `index` have arrived, through all its epochs.
-    pub fn arrived(&self, index: usize) -> Arrived {
+    pub(crate) fn arrived(&self, index: usize) -> Arrived {
         let arrived = |stream: &Stream| Arrived { frames: stream.acked, long: stream.long };
         self.streams.get(index).map_or(Arrived::default(), arrived)
     }
@@ -659,7 +659,7 @@ impl SendCore {
     }
 
     /// How long a message is, in bytes.
-    pub fn length(&self, key: Key) -> u64 {
+    pub(crate) fn length(&self, key: Key) -> u64 {
         self.messages[key].length
     }
 
@@ -944,7 +944,7 @@ impl SendCore {
     }
 
     /// What the messages in flight wait for, in a line for logs.
-    pub fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         let streams: Vec<String> = self
             .streams
             .iter()

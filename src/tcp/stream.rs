@@ -7,8 +7,6 @@
 //! A thread that only polls ([`Stream::poll_once`]) leaves no request: it will poll again, and the requests of a thread
 //! that polls in a loop would keep the holder for ever.
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use std::sync::{PoisonError, TryLockError};
 
 use crate::engine::poller::Registration;
@@ -16,15 +14,15 @@ use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
 /// Request: read what has arrived.
-pub const READ: u8 = 1;
+pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
-pub const WRITE: u8 = 2;
+pub(crate) const WRITE: u8 = 2;
 /// Request: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's
 /// request to look for something.
 pub(crate) const SEND: u8 = 4;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
-pub struct Stream<Io> {
+pub(crate) struct Stream<Io> {
     wishes: AtomicU8,
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
@@ -34,10 +32,10 @@ pub struct Stream<Io> {
 }
 
 /// A stream in the hands of the thread that uses it; nothing inside while it is not connected.
-pub type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
+pub(crate) type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
 
 /// How a step on a stream ended.
-pub enum Step<Broken> {
+pub(crate) enum Step<Broken> {
     /// Everything that could move has moved; whether anything did.
     Settled(bool),
     /// The step stopped because it had its share; there is more.
@@ -48,7 +46,7 @@ pub enum Step<Broken> {
 
 /// What running a stream achieved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ran {
+pub(crate) enum Ran {
     /// Whether anything moved.
     Settled(bool),
     /// There is more to do; run it again when the others had their turn.
@@ -70,7 +68,7 @@ impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
-    pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+    pub(crate) fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
         self.run_held(self.hold(), wish, step, broken)
     }
 
@@ -92,7 +90,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
-    pub fn poll_once<B>(
+    pub(crate) fn poll_once<B>(
         &self,
         wish: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
@@ -104,7 +102,7 @@ impl<Io> Stream<Io> {
 
     /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
     /// leave another thread's request unserved.
-    pub fn hold(&self) -> Option<Held<'_, Io>> {
+    pub(crate) fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -167,7 +165,7 @@ impl<Io> Stream<Io> {
     /// # Errors
     /// Gives the socket back, and drops its registration, when the stream has [ended](Stream::end).
     #[allow(dead_code, reason = "for tests/models")]
-    pub fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
+    pub(crate) fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
         self.install_as(io, |_| ())
     }
 
@@ -191,7 +189,7 @@ impl<Io> Stream<Io> {
 
     /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
     /// no thread accesses the stream's buffers any more, nor will one later.
-    pub fn end(&self) -> Option<Box<Io>> {
+    pub(crate) fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);
             Some(())
@@ -200,12 +198,12 @@ impl<Io> Stream<Io> {
     }
 
     /// Where readiness is reported from now on.
-    pub fn watch(&self, registration: Registration) {
+    pub(crate) fn watch(&self, registration: Registration) {
         *self.registration() = Some(registration);
     }
 
     /// Makes the stream's worker run it.
-    pub fn kick(&self) {
+    pub(crate) fn kick(&self) {
         if let Some(registration) = &*self.registration() {
             registration.kick();
         }
@@ -213,7 +211,7 @@ impl<Io> Stream<Io> {
 
     /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
     /// Never waits. False without a socket.
-    pub fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         match self.registration.try_lock() {
             Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
             Err(TryLockError::WouldBlock) => true,
@@ -223,13 +221,13 @@ impl<Io> Stream<Io> {
 
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this no thread
     /// touches a buffer through this stream.
-    pub fn take(&self) -> Option<Box<Io>> {
+    pub(crate) fn take(&self) -> Option<Box<Io>> {
         self.take_if(|| Some(())).flatten()
     }
 
     /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
     /// is to be held meanwhile, by which another epoch of the stream cannot begin in between. None when it is not.
-    pub fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
+    pub(crate) fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
         let mut held = self.lock();
         let meanwhile = wanted()?;
         let io = held.take();
@@ -241,7 +239,7 @@ impl<Io> Stream<Io> {
 
     /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
     /// left to the stream's worker. For rare things.
-    pub fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
+    pub(crate) fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
         let seen = self.lock().as_deref_mut().map(check);
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {
@@ -263,7 +261,7 @@ impl<Io> Stream<Io> {
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.
-    pub fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
         self.io.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

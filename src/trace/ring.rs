@@ -10,8 +10,6 @@
 //!
 //! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`.
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use super::event::Record;
 use super::place::{Place, SHARDS};
 use super::slots::Slots;
@@ -29,7 +27,7 @@ const FETCHED_AHEAD: u64 = 16;
 
 /// What a record may use of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Room {
+pub(crate) enum Room {
     /// The start of an event: refused when three quarters are full.
     Start,
     /// A change of state: refused when seven eighths are full.
@@ -50,7 +48,7 @@ struct Shard {
 }
 
 /// The queue between NCCL's threads and the writer.
-pub struct Ring {
+pub(crate) struct Ring {
     shards: [Shard; SHARDS],
     capacity: u64,
     /// The capacity is two to the power of this.
@@ -59,13 +57,13 @@ pub struct Ring {
 
 impl Ring {
     /// A ring of about `bytes` bytes. The memory is reserved at once, and given by the kernel as it is used.
-    pub fn new(bytes: usize) -> Self {
+    pub(crate) fn new(bytes: usize) -> Self {
         let wanted = (bytes / SHARDS / Slots::BYTES).clamp(64, 1 << 24);
         Self::with_capacity(1 << wanted.ilog2())
     }
 
     /// A ring with shards of `capacity` records, a power of two.
-    pub fn with_capacity(capacity: usize) -> Self {
+    pub(crate) fn with_capacity(capacity: usize) -> Self {
         assert!(capacity.is_power_of_two());
         let shift = capacity.trailing_zeros();
         Self { shards: std::array::from_fn(|_| Shard::new(capacity)), capacity: capacity as u64, shift }
@@ -73,7 +71,7 @@ impl Ring {
 
     /// Adds the record that `make` builds for its place, or returns None when there is no room for its like.
     #[inline]
-    pub fn push(&self, thread: u64, room: Room, make: impl FnOnce(Place) -> Record) -> Option<Place> {
+    pub(crate) fn push(&self, thread: u64, room: Room, make: impl FnOnce(Place) -> Record) -> Option<Place> {
         let shard = shard_of(thread);
         let position = self.claim(&self.shards[shard], room, 1)?;
         let place = Place { shard, position };
@@ -85,7 +83,7 @@ impl Ring {
     /// Adds `count` records, one behind the other, that `make` builds for their places in turn; or none of them when there is
     /// no room for all. Whether it has. Places cost one exchange with other producers instead of `count`.
     #[inline]
-    pub fn push_all(&self, thread: u64, room: Room, count: usize, mut make: impl FnMut(Place) -> Record) -> bool {
+    pub(crate) fn push_all(&self, thread: u64, room: Room, count: usize, mut make: impl FnMut(Place) -> Record) -> bool {
         let shard = shard_of(thread);
         let Some(first) = self.claim(&self.shards[shard], room, count as u64) else { return false };
         for position in first..first + count as u64 {
@@ -151,13 +149,13 @@ impl Shard {
 
 /// The shard that a thread uses. Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
 #[inline]
-pub fn shard_of(thread: u64) -> usize {
+pub(crate) fn shard_of(thread: u64) -> usize {
     ((thread >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize
 }
 
 /// The one consumer's side.
 #[derive(Default)]
-pub struct Drain {
+pub(crate) struct Drain {
     /// Per shard, a time before which everything has been seen.
     clear: [u64; SHARDS],
     /// Per shard, how many of its slots have memory.
@@ -166,7 +164,7 @@ pub struct Drain {
 
 impl Drain {
     /// Has the kernel give memory to the slots that come next, so that producers do not wait for that in the first lap.
-    pub fn back(&mut self, ring: &Ring) {
+    pub(crate) fn back(&mut self, ring: &Ring) {
         for (shard, backed) in ring.shards.iter().zip(&mut self.backed) {
             let used = shard.tail.0.load(Ordering::Relaxed);
             let wanted = if used == 0 { AHEAD_OF_FIRST } else { used + AHEAD }.min(ring.capacity);
@@ -182,7 +180,7 @@ impl Drain {
     /// before the child's began) and the later one is not after that time, both are there.
     ///
     /// `now` is the time before the call.
-    pub fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {
+    pub(crate) fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {
         for (index, (shard, clear)) in ring.shards.iter().zip(&mut self.clear).enumerate() {
             let end = shard.tail.0.load(Ordering::Acquire);
             let mut position = shard.head.0.load(Ordering::Relaxed);
@@ -211,7 +209,7 @@ impl Drain {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::trace::event::Body;

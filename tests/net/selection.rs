@@ -11,7 +11,7 @@ use towline::host::{ApiVersion, Code, Context, Properties, Result};
 ///
 /// # Errors
 /// What ends a job: a refused merge before v10 of the interface, and [`Code::Unplaced`] when no device is left.
-pub fn select(context: &Context) -> Result<Vec<i32>> {
+pub(crate) fn select(context: &Context) -> Result<Vec<i32>> {
     let physical = (0..context.devices()?).map(|dev| context.properties(dev)).collect::<Result<Vec<_>>>()?;
     let apart = merge(&physical, |members| match context.make_vdevice(members) {
         Ok(_) => Ok(Merged::Made),

@@ -10,14 +10,12 @@
 //! take turns, by a lock of their own. Writers take turns by `busy`, in memory that no reader touches; normally there
 //! is only one.
 
-#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
-
 use crate::os::memory;
 use crate::os::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::os::sync::pause;
 
 /// The words of an entry besides its head.
-pub const WORDS: usize = 7;
+pub(crate) const WORDS: usize = 7;
 
 /// One cache line; its head shows whether it is filled.
 #[repr(align(64))]
@@ -71,7 +69,7 @@ struct Reader {
 }
 
 /// The list.
-pub struct List {
+pub(crate) struct List {
     writers: Writers,
     reader: Reader,
     entries: Box<[Entry]>,
@@ -81,7 +79,7 @@ pub struct List {
 
 impl List {
     /// An empty list for this many entries, a power of two.
-    pub fn new(room: usize) -> Self {
+    pub(crate) fn new(room: usize) -> Self {
         assert!(room.is_power_of_two());
         Self {
             writers: Writers { busy: AtomicBool::new(false), added: AtomicU64::new(0), room: AtomicU64::new(0) },
@@ -92,7 +90,7 @@ impl List {
     }
 
     /// Any thread: adds an entry, unless the list is full.
-    pub fn add(&self, head: u32, words: [u64; WORDS]) {
+    pub(crate) fn add(&self, head: u32, words: [u64; WORDS]) {
         let writers = &self.writers;
         let mut tries = 0;
         while writers.busy.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
@@ -116,18 +114,18 @@ impl List {
 
     /// Whether there is an entry, among those added before what the caller has seen.
     #[inline]
-    pub fn is_filled(&self) -> bool {
+    pub(crate) fn is_filled(&self) -> bool {
         self.at(self.reader.taken.load(Ordering::Relaxed)).is_some()
     }
 
     /// Prefetches the memory of the next entry.
     #[inline]
-    pub fn fetch(&self) {
+    pub(crate) fn fetch(&self) {
         memory::fetch(self.entry(self.reader.taken.load(Ordering::Relaxed)));
     }
 
     /// Removes all entries, but no more than the list holds. One thread at a time.
-    pub fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
+    pub(crate) fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
         let first = self.reader.taken.load(Ordering::Relaxed);
         let mut taken = first;
         while taken < first + self.room()

@@ -19,7 +19,7 @@
 //! nothing is noted. Without a listener or a handle it costs a branch.
 
 mod last;
-pub mod list;
+pub(crate) mod list;
 mod notes;
 mod piece;
 mod report;
@@ -30,7 +30,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use notes::{Kind, Note, Notes};
-pub use piece::{Chunk, MOST, Piece, Waits};
+pub(crate) use piece::MOST;
+pub use piece::{Chunk, Piece, Waits};
 use report::Desk;
 pub use sink::{Carrier, Listener, Path, Source};
 use sink::{NO_PATH, all_on};
@@ -110,7 +111,7 @@ impl Events {
     /// Whether all chunks of a transfer may be noted as one ([`Chunk::joined`]): the listener sums by rails, and there
     /// is only one rail.
     #[inline]
-    pub fn joins(&self) -> bool {
+    pub(crate) fn joins(&self) -> bool {
         self.is_for(Reader::Sums) && self.has_one_rail.load(Ordering::Relaxed)
     }
 
@@ -167,7 +168,7 @@ impl Events {
     }
 
     /// The receiver's buffer is posted, so that from here on the message waits for the network only.
-    pub fn ready(&self, slot: u16, part: usize) {
+    pub(crate) fn ready(&self, slot: u16, part: usize) {
         self.note(None, (slot, part), Kind::Ready, &Chunk::default());
     }
 

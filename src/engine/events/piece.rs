@@ -7,7 +7,7 @@ use crate::os::ticks::Ticks;
 
 /// The most pieces that are reported of one transfer, and the most resends beside them: NCCL's example profiler has room
 /// for so many pieces, and does not check.
-pub const MOST: usize = 8;
+pub(crate) const MOST: usize = 8;
 
 /// A chunk as a backend hands it to the network, or a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

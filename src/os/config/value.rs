@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// Why a text is not a value of its type.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bad {
+pub(crate) struct Bad {
     /// What was expected.
     pub expected: String,
     /// The nearest valid text, when one can be named.
@@ -16,7 +16,7 @@ pub struct Bad {
 }
 
 /// A type that a variable may have.
-pub trait Value: Sized {
+pub(crate) trait Value: Sized {
     /// The form of a value in words, as in "0 or 1".
     fn kind() -> String;
 
@@ -37,7 +37,7 @@ pub trait Value: Sized {
 
 /// `TOWLINE_RAILS`: how interfaces are put together into devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rails {
+pub(crate) enum Rails {
     /// One interface for each device.
     Single,
     /// One device that spreads over all chosen interfaces.
@@ -48,7 +48,7 @@ pub enum Rails {
 
 /// `NCCL_SOCKET_FAMILY`: the address family that was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
+pub(crate) enum Family {
     /// AF_INET.
     V4,
     /// AF_INET6.
@@ -57,7 +57,7 @@ pub enum Family {
 
 /// `TOWLINE_BACKEND`: which network carries the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
+pub(crate) enum Backend {
     /// RDMA where there is a usable port, else TCP.
     Auto,
     /// Sockets.
@@ -81,11 +81,11 @@ pub enum NetEvents {
 
 /// A whole number from `LEAST` to `MOST`. Hexadecimal with `0x` is understood, as NCCL does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Number<const LEAST: i64, const MOST: i64>(pub i64);
+pub(crate) struct Number<const LEAST: i64, const MOST: i64>(pub i64);
 
 /// How much is logged: each level includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum LogLevel {
+pub(crate) enum LogLevel {
     /// Nothing.
     Off,
     /// Failures.
@@ -238,7 +238,7 @@ impl<const LEAST: i64, const MOST: i64> Value for Number<LEAST, MOST> {
 }
 
 /// What users put around names and lists by mistake.
-pub fn is_blank_or_quote(c: char) -> bool {
+pub(crate) fn is_blank_or_quote(c: char) -> bool {
     c.is_whitespace() || matches!(c, '"' | '\'')
 }
 
@@ -292,7 +292,7 @@ fn other_grammar(names: &[String]) -> Option<Bad> {
 /// `TOWLINE_KEY_FILE`: a path. The path is empty when the variable is set to nothing: the user wanted encryption and
 /// must not get an unencrypted connection because a script left the name out.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeyFile(pub String);
+pub(crate) struct KeyFile(pub String);
 
 impl Value for Option<KeyFile> {
     fn kind() -> String {

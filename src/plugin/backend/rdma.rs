@@ -137,10 +137,6 @@ fn registration(adapters: &Adapters, region: Region) -> Result<Registration> {
 }
 
 impl Backend for Rdma {
-    fn name(&self) -> &'static str {
-        "RDMA"
-    }
-
     fn listen(
         &self,
         net: &Arc<Net>,

@@ -22,7 +22,7 @@ use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
 
 /// Connections over sockets.
-pub struct Tcp {
+pub(crate) struct Tcp {
     /// Sockets need no registration; but when one ends, no thread may touch the memory any more.
     spans: Table<Span>,
 }
@@ -47,10 +47,6 @@ impl Tcp {
 }
 
 impl Backend for Tcp {
-    fn name(&self) -> &'static str {
-        "TCP"
-    }
-
     fn listen(
         &self,
         net: &Arc<Net>,

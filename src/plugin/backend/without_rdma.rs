@@ -32,10 +32,6 @@ impl Rdma {
 }
 
 impl Backend for Rdma {
-    fn name(&self) -> &'static str {
-        match self.0 {}
-    }
-
     fn listen(&self, _: &Arc<Net>, _: &Binding, _: Option<u8>) -> Result<(Box<dyn Listening>, Vec<SocketAddr>)> {
         match self.0 {}
     }

@@ -31,7 +31,7 @@ struct Device {
 
 /// What a backend binds to for a device.
 #[derive(Debug, Clone)]
-pub struct Binding {
+pub(crate) struct Binding {
     /// The rails; with ports, those of the control channels.
     pub rails: Arc<[Rail]>,
     /// The places of the RDMA ports that carry the data; none when the rails do.

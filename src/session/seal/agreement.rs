@@ -21,7 +21,7 @@ use crate::os::key_file::SharedKey;
 /// Bytes of the connecting side's message.
 pub(crate) const OFFER: usize = 32 + TAG;
 /// Bytes that the listening side's message has beyond the welcome in it.
-pub const ANSWER: usize = 32 + TAG;
+pub(crate) const ANSWER: usize = 32 + TAG;
 
 /// Bytes that authenticate a record or a message of the handshake.
 pub(crate) const TAG: usize = 16;
@@ -39,7 +39,7 @@ impl StreamKey {
     }
 
     /// Its bytes.
-    pub fn bytes(&self) -> &[u8; 32] {
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 }

@@ -16,7 +16,7 @@
 
 pub mod agreement;
 pub(crate) mod codec;
-pub mod damage;
+pub(crate) mod damage;
 pub mod intake;
 
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION};
@@ -43,7 +43,7 @@ impl Seal {
     /// # Errors
     /// When encryption was agreed but there are no keys, or the reverse; the handshake excludes this. An encrypted
     /// connection never becomes an unencrypted one.
-    pub fn of(features: u32, keys: Option<Keys>) -> Result<Self> {
+    pub(crate) fn of(features: u32, keys: Option<Keys>) -> Result<Self> {
         match (features & FEATURE_ENCRYPTION != 0, keys) {
             (true, Some(keys)) => Ok(Self::Encrypted(keys)),
             (false, None) if features & FEATURE_CHECKSUM != 0 => Ok(Self::Checksum),

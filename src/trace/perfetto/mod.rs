@@ -18,7 +18,7 @@ mod wire;
 pub(crate) use emit::{Emitter, ProcessInfo, WALL_OFFSET};
 
 /// Mixes two numbers into one that looks random (splitmix64's finish).
-pub fn mix(a: u64, b: u64) -> u64 {
+pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let mut x = a ^ b.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

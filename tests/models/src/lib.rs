@@ -1,9 +1,19 @@
 //! Towline's concurrent source files, word for word, with the model checker's locks and atomics.
 //!
 //! The files say `crate::os::sync` where others say `std::sync`; here that is loom. What they need beside it is either
-//! the original, too, or a stand-in that does as little as possible. The models themselves are in `tests/`.
+//! the original, too, or a stand-in that does as little as possible. The models themselves are in `tests`.
 
 #![allow(dead_code, reason = "not all that the originals offer is part of a model")]
+
+#[cfg(test)]
+mod tests {
+    mod doorbell;
+    mod list;
+    mod request;
+    mod ring;
+    mod stream;
+    mod table;
+}
 
 #[path = "../../../src/os"]
 pub mod os {

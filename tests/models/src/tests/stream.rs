@@ -3,8 +3,8 @@
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
-use towline_models::engine::poller::Registration;
-use towline_models::tcp::stream::{READ, Ran, Step, Stream, WRITE};
+use crate::engine::poller::Registration;
+use crate::tcp::stream::{READ, Ran, Step, Stream, WRITE};
 
 struct Shared {
     stream: Stream<()>,

@@ -3,7 +3,7 @@
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
-use towline_models::engine::doorbell::{Button, Doorbell};
+use crate::engine::doorbell::{Button, Doorbell};
 
 struct Worker {
     doorbell: Doorbell,

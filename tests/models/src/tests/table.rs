@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use loom::thread;
-use towline_models::engine::handle::Kind;
-use towline_models::engine::table::Table;
+use crate::engine::handle::Kind;
+use crate::engine::table::Table;
 
 fn check(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();

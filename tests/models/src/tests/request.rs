@@ -3,7 +3,7 @@
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
-use towline_models::engine::request::RequestSlots;
+use crate::engine::request::RequestSlots;
 
 /// A buffer that a worker fills and the caller reads once the request is done; loom notices it when the two overlap.
 struct Buffer(UnsafeCell<u64>);

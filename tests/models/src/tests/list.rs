@@ -4,7 +4,7 @@
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use towline_models::engine::events::list::{List, WORDS};
+use crate::engine::events::list::{List, WORDS};
 
 fn check(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();

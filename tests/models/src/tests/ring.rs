@@ -2,7 +2,7 @@
 
 use loom::sync::Arc;
 use loom::thread;
-use towline_models::trace::ring::{Drain, Ring, Room};
+use crate::trace::ring::{Drain, Ring, Room};
 
 /// All threads use the same shard.
 const POINTER: u64 = 0;
