@@ -37,8 +37,6 @@ const KIND_BITS: u32 = 3;
 const SLOT_BITS: u32 = 9;
 const INDEX_BITS: u32 = 20;
 
-/// How many request slots of one communicator a handle can distinguish.
-const MAX_SLOTS: usize = 1 << SLOT_BITS;
 /// How many places of a table a handle can distinguish: communicators open at one time in a process.
 pub(crate) const MAX_INDEX: usize = 1 << INDEX_BITS;
 
@@ -59,7 +57,7 @@ impl Handle {
     /// The value to return to NCCL. Never 0, 1 or 2.
     #[inline]
     pub(crate) fn encode(self) -> usize {
-        debug_assert!((self.slot as usize) < MAX_SLOTS && (self.index as usize) < MAX_INDEX);
+        debug_assert!(self.slot < 1 << SLOT_BITS && (self.index as usize) < MAX_INDEX);
         let value = u64::from(self.generation) << (KIND_BITS + SLOT_BITS + INDEX_BITS)
             | u64::from(self.index) << (KIND_BITS + SLOT_BITS)
             | u64::from(self.slot) << KIND_BITS
@@ -103,7 +101,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_handle_survives_the_round_trip_and_is_never_a_value_nccl_reserves(
-            index in 0..MAX_INDEX as u32, slot in 0..MAX_SLOTS as u16, generation: u32
+            index in 0..MAX_INDEX as u32, slot in 0..1_u16 << SLOT_BITS, generation: u32
         ) {
             for kind in [Kind::Request, Kind::Comm, Kind::Context, Kind::Memory] {
                 let handle = Handle { kind, index, slot, generation };

@@ -6,6 +6,7 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | [`backoff_timer`] | when to repeat what had no effect |
 //! | [`handle`] | the opaque values that NCCL keeps as pointers |
 //! | [`table`] | what those values name, in memory that is never freed |
 //! | [`request`] | the request slab of one connection |
@@ -15,16 +16,15 @@
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | the profiler events of transfers |
 //! | [`schedule`] | which thread moves a message, and the constants that steer it |
-//! | [`query_timer`] | when to send the receiver a query about messages that wait |
 //! | [`counters`] | the counters of a connection |
 
+pub(crate) mod backoff_timer;
 pub(crate) mod counters;
 mod deadlines;
 pub(crate) mod doorbell;
 pub mod events;
 pub(crate) mod handle;
 pub mod poller;
-pub(crate) mod query_timer;
 pub mod request;
 pub(crate) mod schedule;
 pub(crate) mod span;

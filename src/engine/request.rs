@@ -24,9 +24,13 @@ pub(crate) const SLOTS: usize = 32 * MAX_PARTS;
 /// [`Keys`] counts in bytes.
 const _: () = assert!(SLOTS == 1 << u8::BITS);
 
-const FREE: u8 = 0;
-const PENDING: u8 = 1;
-const DONE: u8 = 2;
+/// What a slot's `state` holds. A new slot is zero, which is free.
+#[repr(u8)]
+enum State {
+    Free,
+    Pending,
+    Done,
+}
 
 /// A taken slot: its number and the generation that makes its handle unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -171,7 +175,7 @@ impl Slot {
     /// Acquire: the caller of the previous request has finished reading it.
     #[inline]
     fn is_free(&self) -> bool {
-        self.state.load(Ordering::Acquire) == FREE
+        self.state.load(Ordering::Acquire) == State::Free as u8
     }
 }
 
@@ -222,7 +226,7 @@ impl RequestSlots {
         slot.generation.store(generation, Ordering::Relaxed);
         slot.said.store(false, Ordering::Relaxed);
         // Before another thread can take a slot: it must not find this one free.
-        slot.state.store(PENDING, Ordering::Release);
+        slot.state.store(State::Pending as u8, Ordering::Release);
         Some(Ticket { slot: key.into(), generation })
     }
 
@@ -241,7 +245,7 @@ impl RequestSlots {
         // A request of one part needs no count.
         // AcqRel: the thread that ends the last part must have seen the sizes that others stored before theirs.
         if slot.parts.load(Ordering::Relaxed) == 1 || slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
-            slot.state.store(DONE, Ordering::Release);
+            slot.state.store(State::Done as u8, Ordering::Release);
         }
     }
 
@@ -273,7 +277,7 @@ impl RequestSlots {
     /// Whether a request is done, without consuming it.
     #[inline]
     pub fn is_done(&self, ticket: Ticket) -> bool {
-        self.slots[ticket.slot as usize].state.load(Ordering::Acquire) == DONE
+        self.slots[ticket.slot as usize].state.load(Ordering::Acquire) == State::Done as u8
     }
 
     /// Checks that a ticket names the present occupant of its slot.
@@ -285,7 +289,7 @@ impl RequestSlots {
         match self.slots.get(ticket.slot as usize) {
             Some(slot)
                 if slot.generation.load(Ordering::Relaxed) == ticket.generation
-                    && slot.state.load(Ordering::Relaxed) != FREE =>
+                    && slot.state.load(Ordering::Relaxed) != State::Free as u8 =>
             {
                 Ok(())
             }
@@ -306,7 +310,7 @@ impl RequestSlots {
     #[inline]
     pub(crate) fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
         let slot = &self.slots[ticket.slot as usize];
-        if slot.state.load(Ordering::Acquire) != DONE {
+        if slot.state.load(Ordering::Acquire) != State::Done as u8 {
             return None;
         }
         let parts = slot.parts.load(Ordering::Relaxed) as usize;
@@ -341,7 +345,7 @@ impl RequestSlots {
 
     #[inline]
     fn free(&self, slot: usize) {
-        self.slots[slot].state.store(FREE, Ordering::Release);
+        self.slots[slot].state.store(State::Free as u8, Ordering::Release);
     }
 }
 

@@ -38,9 +38,9 @@ use super::silence::Silence;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
+use crate::engine::backoff_timer::BackoffTimer;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
-use crate::engine::query_timer::QueryTimer;
 use crate::engine::request::{Keys, SLOTS, Ticket, too_long};
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
@@ -163,7 +163,7 @@ pub(crate) struct State {
     keys: Keys,
     known: Known,
     /// When to send the receiver a query about sends that wait.
-    query_timer: QueryTimer,
+    query_timer: BackoffTimer,
     next_cts: u32,
     /// A write from the receiver has arrived over a queue pair: its own are ready to receive.
     peer_receives: bool,
@@ -277,7 +277,7 @@ impl RdmaSend {
             outbox,
             keys,
             known: Known::default(),
-            query_timer: QueryTimer::default(),
+            query_timer: BackoffTimer::for_queries(),
             next_cts: 1,
             peer_receives: false,
             matching: Matching::new(),
@@ -536,7 +536,7 @@ impl RdmaSend {
     fn query_receiver(&self, state: &mut State) {
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
             state.query_timer.reset();
-        } else if state.query_timer.is_due() {
+        } else if state.query_timer.is_due(Instant::now()) {
             self.base.query(state.next_cts.wrapping_sub(1));
         }
     }

@@ -342,7 +342,7 @@ impl Net {
         listening.iter().for_each(|conn| conn.link_down(interface));
     }
 
-    /// Hands a socket to the control thread, which closes it when the peer has closed it, or after [`FAREWELL`].
+    /// Hands a socket to the control thread, which closes it when the peer has closed it, or after 5 s.
     pub(crate) fn linger(&self, sock: Sock) {
         self.linger_with(sock, None);
     }
@@ -359,14 +359,11 @@ impl Net {
             let _ = self.farewells.set(Farewells { source, registration });
         }
         let farewells = self.farewells.get().expect("set above");
-        let farewell = Farewell { sock, deadline: Instant::now() + FAREWELL, _cargo: cargo };
+        let farewell = Farewell { sock, deadline: Instant::now() + Duration::from_secs(5), _cargo: cargo };
         farewells.source.lock().push(farewell);
         farewells.registration.kick();
     }
 }
-
-/// How long a closed connection's sockets wait for the peer to close its side.
-pub(crate) const FAREWELL: Duration = Duration::from_secs(5);
 
 struct Farewell {
     sock: Sock,

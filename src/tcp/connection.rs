@@ -137,7 +137,8 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last long message was one of those that are over soon ([`SHORT_MAX`](crate::engine::schedule::constants::SHORT_MAX)).
+    /// Whether the last message for workers was one of those that are over soon
+    /// ([`HOT_BETWEEN`]).
     pub(super) is_short: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,

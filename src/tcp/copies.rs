@@ -24,11 +24,6 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 const CLASSES: [usize; 4] =
     [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, EAGER_MAX as usize + HEADER];
 
-/// Bytes of unused buffers of each size that the process keeps: those of sixteen connections which have 32 messages of 8 KiB
-/// unacknowledged each (a credit window holds twice as many). With 32 in all, buffers of a burst went back to the system and
-/// were faulted in again by the next one.
-const SPARE_BYTES: usize = 10 << 20;
-
 /// How many buffers of each size the process has from its first connection on, less than 1 MiB in all: one connection's between
 /// two acknowledgements, and some on the way. Their memory is the process's by then: with what it took to get that from the
 /// system, the first fifty all-reduces of 8 KiB took a tenth longer.
@@ -124,7 +119,10 @@ impl Copies {
     pub(crate) fn give_back(&self, buffer: Vec<u8>) {
         let Some(class) = CLASSES.iter().position(|class| *class == buffer.capacity()) else { return };
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        if spare[class].len() < SPARE_BYTES / CLASSES[class] {
+        // 10 MiB of each size: buffers of sixteen connections which have 32 messages of 8 KiB unacknowledged each (a credit
+        // window holds twice as many). With 32 in all, buffers of a burst went back to the system and were faulted in
+        // again by the next one.
+        if spare[class].len() < (10 << 20) / CLASSES[class] {
             spare[class].push(buffer);
         }
     }

@@ -12,7 +12,7 @@
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
 //!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive. That
 //!   teaches the same as an epoch with smaller segments that delivers.
-//! - After `ENOUGH` the pair is left out: its streams go over others. Where no other is left, the next epoch has
+//! - After four epochs in vain the pair is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.
 //! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
 //!   peer's patience is over by then, the connection ends with the next epoch in vain.
@@ -27,19 +27,12 @@ use crate::session::frame::MAX_STREAMS;
 /// accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
 
-/// Epochs in vain in a row before a path is left out: two with the path's own segments, and one for each of
-/// [`SEGMENTS`].
-const ENOUGH: u32 = 4;
-
 /// A stream that is silent for this long after a handshake on its path has another reason than an outage: the
 /// retransmission timer of a stream that was silent for 2.3 s fires at least every 0.8 s.
 const PROVEN: Duration = Duration::from_millis(1500);
 
 /// How long an epoch may stay silent when no other path is left. The kernel tries a smaller MTU after 6 s.
 const LAST_RESORT: Duration = Duration::from_secs(15);
-
-/// The pause after an epoch in vain, for each of them; at most twenty times as long.
-const PAUSE: Duration = Duration::from_millis(50);
 
 /// How an epoch of a stream ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -192,7 +185,8 @@ impl Deliveries {
         if pair.silent >= 2 && segment == current {
             pair.smaller = (pair.smaller + 1).min(SEGMENTS.len());
         }
-        if pair.in_vain >= ENOUGH && !pair.left_out {
+        // Two epochs with the path's own segments, and one with each of `SEGMENTS`.
+        if pair.in_vain as usize >= 2 + SEGMENTS.len() && !pair.left_out {
             pair.left_out = true;
             return Lesson::LeftOut;
         }
@@ -217,10 +211,10 @@ impl Deliveries {
         rest.filter(|rest| last_resort && !rest.is_zero()).map_or(Duration::ZERO, |_| LAST_RESORT)
     }
 
-    /// How long to wait before stream `index` is connected again.
+    /// How long to wait before stream `index` is connected again: 50 ms for each epoch in vain, at most 1 s.
     pub(crate) fn pause(&self, index: usize) -> Duration {
         let pair = self.epochs[index].pair.and_then(|pair| self.pairs.get(pair));
-        PAUSE * pair.map_or(0, |pair| pair.in_vain.min(20))
+        Duration::from_millis(50) * pair.map_or(0, |pair| pair.in_vain.min(20))
     }
 }
 

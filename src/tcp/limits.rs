@@ -23,13 +23,11 @@ pub(crate) const EAGER_MAX_FAR: u64 = CHUNK_MAX;
 /// late.
 pub(crate) const EAGER_WINDOW_FAR: u64 = STREAM_WINDOW_FAR;
 
-/// From this round trip on a path is long: [`EAGER_WINDOW`] would carry less than 5 Gbit/s, and a lost packet would
+/// Whether a path with this round trip is long: [`EAGER_WINDOW`] would carry less than 5 Gbit/s, and a lost packet would
 /// hold up everything on the one stream that short messages use.
-pub(crate) const FAR: Duration = Duration::from_micros(900);
-
-/// Bytes that the kernel accepts for a stream over a long path and cannot send yet. Without a limit the first stream
-/// takes all data, and the others, whose congestion windows grow only with what they carry, stay slow for seconds.
-pub(crate) const UNSENT_MAX_FAR: u32 = 128 << 10;
+pub(crate) fn is_far(round_trip: Duration) -> bool {
+    round_trip >= Duration::from_micros(900)
+}
 
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
 pub(crate) const MESSAGE_COST: u64 = 256;

@@ -23,9 +23,6 @@ use crate::session::wire::Piece;
 /// only rule out more of the others.
 const LINES: usize = 4;
 
-/// Bytes that pass through the buffer at a time: few enough to be still in the processor's cache when they are copied.
-const BOUNCE: usize = 64 << 10;
-
 thread_local! {
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
@@ -76,9 +73,11 @@ unsafe fn may_be_ll(chunk: Piece) -> bool {
 pub(crate) fn with_buffer<T>(wanted: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     BUFFER.with_borrow_mut(|buffer| {
         if buffer.is_empty() {
-            buffer.resize(BOUNCE, 0);
+            // Few enough to be still in the processor's cache when they are copied.
+            buffer.resize(64 << 10, 0);
         }
-        work(&mut buffer[..wanted.min(BOUNCE)])
+        let length = wanted.min(buffer.len());
+        work(&mut buffer[..length])
     })
 }
 

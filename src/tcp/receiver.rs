@@ -43,12 +43,6 @@ use crate::session::seal::intake::BEHIND;
 use crate::session::seal::{Seal, Sides};
 use crate::session::wire::{self, Piece};
 
-/// Bytes of a stream's input buffer. Short messages arrive in it together with their header, in one system call,
-/// and are copied on. Of longer ones only the beginning passes through it, and the rest goes straight to its place:
-/// a second system call (about 0.5 µs) is cheaper than copying more than this twice. 4 KiB of NCCL's data in its LL
-/// protocol are 8 KiB, and have room with their header.
-const INPUT: usize = 9 << 10;
-
 #[derive(Clone, Copy)]
 struct Target {
     data: *mut u8,
@@ -97,6 +91,10 @@ pub(crate) struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
+    /// Short messages arrive in it together with their header, in one system call, and are copied on. Of longer ones only
+    /// the beginning passes through it, and the rest goes straight to its place: a second system call (about 0.5 µs) is
+    /// cheaper than copying more than this twice. 4 KiB of NCCL's data in its LL protocol are 8 KiB, and have room with
+    /// their header.
     input: Box<[u8]>,
     from: usize,
     to: usize,
@@ -322,7 +320,7 @@ impl RecvConn {
         let io = Io {
             sock,
             epoch,
-            input: vec![0; INPUT].into_boxed_slice(),
+            input: vec![0; 9 << 10].into_boxed_slice(),
             from: 0,
             to: 0,
             body: Body::None,

@@ -274,7 +274,7 @@ impl SendCore {
         }
     }
 
-    /// The path is long ([`FAR`](super::limits::FAR)). If the peer takes more eager messages then ([`FEATURE_FAR`]), there is no
+    /// The path is long ([`is_far`](super::limits::is_far)). If the peer takes more eager messages then ([`FEATURE_FAR`]), there is no
     /// round trip to wait for at all: neither for the receive, nor for credit, nor for acknowledgements. To be called before
     /// anything is posted.
     ///

@@ -22,15 +22,15 @@ use std::time::Instant;
 use super::connection::{Connection, Direction, StreamIo, lock};
 use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
-use super::limits::{COPY_FIRST_MAX, EAGER_MAX, FAR};
+use super::limits::{COPY_FIRST_MAX, EAGER_MAX, is_far};
 use super::send_core::{Admit, Key, SendCore, Written};
 use super::stream::{READ, SEND, Step, WRITE};
+use crate::engine::backoff_timer::BackoffTimer;
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
-use crate::engine::query_timer::QueryTimer;
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX, SHORT_MAX};
+use crate::engine::schedule::constants::{CHUNK_MAX, INLINE_MAX, OWN_MAX};
 use crate::engine::schedule::load;
 use crate::engine::span::Span;
 use crate::os::error::Result;
@@ -71,7 +71,7 @@ pub(crate) struct State {
     done: Vec<Key>,
     copies: Own,
     /// When to send the receiver a query about stalled messages.
-    query_timer: QueryTimer,
+    query_timer: BackoffTimer,
 }
 
 /// A chunk under way to the kernel: what must be done when the kernel has accepted all of it.
@@ -313,10 +313,10 @@ impl SendConn {
             payloads: Vec::new(),
             done: Vec::new(),
             copies: Own::default(),
-            query_timer: QueryTimer::default(),
+            query_timer: BackoffTimer::for_queries(),
         };
         let own = Sending {
-            far: link.round_trip >= FAR,
+            far: is_far(link.round_trip),
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
@@ -450,7 +450,7 @@ impl SendConn {
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > OWN_MAX {
-            self.is_short.store((length as u64) < SHORT_MAX, Ordering::Relaxed);
+            self.is_short.store((length as u64) < CHUNK_MAX, Ordering::Relaxed);
             self.grow();
         }
         let hand_over = self.is_for_workers(length as u64);
@@ -589,7 +589,7 @@ impl SendConn {
                 self.own.stalled.store(false, Ordering::Relaxed);
                 return;
             }
-            if !state.query_timer.is_due() {
+            if !state.query_timer.is_due(Instant::now()) {
                 return;
             }
             state.core.stalled()

@@ -68,7 +68,12 @@ impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
-    pub(crate) fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+    pub(crate) fn run<B>(
+        &self,
+        wish: u8,
+        step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
         self.run_held(self.hold(), wish, step, broken)
     }
 

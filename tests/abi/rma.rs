@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
 use crate::support::faults::Dice;
-use crate::support::injector::{FAULTY_CALLS, faulty_calls};
 use crate::support::flagcx::Object;
+use crate::support::injector::{FAULTY_CALLS, faulty_calls};
 use crate::support::one_sided::{
     COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, holds, listening, moves_all_sizes, pick, rma,
     signals_follow_their_puts,

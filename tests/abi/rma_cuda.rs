@@ -10,8 +10,8 @@ use crate::support::window::{
     Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in, the_context_ends,
 };
 use crate::support::{child, watchdog};
-use towline::host::log::Capture;
 use towline::host::Code;
+use towline::host::log::Capture;
 
 /// NCCL's promise that nobody else writes the signals.
 const NEVER_RESET: u64 = 2;

@@ -11,9 +11,6 @@ use super::notes::{Kind, Note};
 use super::piece::Chunk;
 use crate::os::ticks::Ticks;
 
-/// In the last word, above the path's number.
-const JOINED: u64 = 1 << 16;
-
 /// Whether a record can hold the note: a chunk that is all of its transfer, was sent once, and is over.
 pub(super) fn holds(note: &Note) -> bool {
     let Chunk { offset, length, total, again, .. } = note.chunk;
@@ -23,14 +20,14 @@ pub(super) fn holds(note: &Note) -> bool {
 /// The record of such a note. The length is in the request.
 pub(super) fn words(note: &Note) -> LastWords {
     let Chunk { joined, path, message, wr_id, .. } = note.chunk;
-    let joined = if joined { JOINED } else { 0 };
-    [note.now.number(), note.began.number(), message, wr_id, joined | u64::from(path)]
+    let path = u64::from(path) | u64::from(joined) << u16::BITS;
+    [note.now.number(), note.began.number(), message, wr_id, path]
 }
 
 /// Reads the record of the request of `total` bytes in `slot`.
 pub(super) fn note(slot: u16, [now, began, message, wr_id, path]: LastWords, total: u64) -> Option<Note> {
     let (now, began) = (Ticks::from_number(now)?, Ticks::from_number(began)?);
-    let (path, joined) = (path as u16, path & JOINED != 0);
+    let (path, joined) = (path as u16, path >> u16::BITS != 0);
     let chunk = Chunk { length: total, path, message, total, joined, wr_id, ..Chunk::default() };
     Some(Note { slot, part: 0, kind: Kind::Over, chunk, began, now })
 }

@@ -12,9 +12,6 @@ use crate::os::ticks::Ticks;
 /// are dropped: their bytes are part of the piece for the rest at the transfer's end.
 pub(super) const ROOM: usize = 64;
 
-/// The most lists for paths: further paths share them.
-const MOST_LISTS: usize = 16;
-
 /// What happened to a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -80,10 +77,10 @@ pub(super) struct Notes {
 }
 
 impl Notes {
-    /// Lists for this many paths.
+    /// Lists for this many paths. More than sixteen share them.
     pub(super) fn new(paths: usize) -> Self {
         // All memory now: threads that move data do not allocate here.
-        Self { lists: std::iter::repeat_with(|| List::new(ROOM)).take(paths.clamp(1, MOST_LISTS) + 1).collect() }
+        Self { lists: std::iter::repeat_with(|| List::new(ROOM)).take(paths.clamp(1, 16) + 1).collect() }
     }
 
     /// Any thread: adds a note on that path, or of a whole transfer.
@@ -148,7 +145,7 @@ mod tests {
             }
             let mut taken = 0;
             notes.take(|_| taken += 1);
-            assert_eq!(taken, 200.min(paths.clamp(1, MOST_LISTS) * ROOM));
+            assert_eq!(taken, 200.min(paths.clamp(1, 16) * ROOM));
         }
     }
 

@@ -19,8 +19,6 @@ use crate::engine::poller::Progress;
 const SOON: Duration = Duration::from_millis(1);
 /// The interval doubles with each further poll, up to `SOON` times two to this power: 128 ms.
 const RARELY: u32 = 7;
-/// After so many polls, 31 ms after something has happened, the next one is 32 ms away or more.
-const FAR_AWAY: u32 = 6;
 
 /// Whether the control thread polls a stream, and how often.
 #[derive(Debug, Default)]
@@ -37,7 +35,8 @@ impl Attention {
     /// far away.
     #[inline]
     pub(crate) fn wanted(&self) -> bool {
-        if self.idle_polls.load(Ordering::Relaxed) >= FAR_AWAY {
+        // After six polls, 31 ms after something has happened, the next one is 32 ms away or more.
+        if self.idle_polls.load(Ordering::Relaxed) >= 6 {
             self.idle_polls.store(0, Ordering::Relaxed);
             self.attending.store(true, Ordering::SeqCst);
             return true;

@@ -13,11 +13,9 @@ use crate::os::error::Error;
 use crate::os::log::{Limiter, NET};
 use crate::session::peer::{Broken, Peer};
 
-/// How often the same chunk may arrive damaged within [`MEMORY`].
+/// How often the same chunk may arrive damaged within a minute.
 pub(crate) const MOST_REPEATS: u32 = 8;
-/// How long damage is remembered.
-const MEMORY: Duration = Duration::from_secs(60);
-/// How many chunks are remembered, at most; more than that within [`MEMORY`] also exceed the limit.
+/// How many chunks are remembered, at most; more than that within a minute also exceed the limit.
 const CHUNKS: usize = 256;
 
 /// Which chunk is damaged: tag, order and offset of the chunk, or None for a header.
@@ -57,7 +55,7 @@ struct Recent(HashMap<ChunkId, (u32, Instant)>);
 impl Recent {
     /// Something arrived damaged. Returns whether that is still within the limit.
     fn note(&mut self, chunk: ChunkId, now: Instant) -> bool {
-        self.0.retain(|_, (_, last)| now.duration_since(*last) < MEMORY);
+        self.0.retain(|_, (_, last)| now.duration_since(*last) < Duration::from_secs(60));
         let (count, last) = self.0.entry(chunk).or_insert((0, now));
         *count += 1;
         *last = now;

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use super::{Body, Fence, Followed, Io, RecvConn, State, Target, profiled};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
-use crate::engine::schedule::constants::{RECEIVE_SHARE, SHORT_MAX};
+use crate::engine::schedule::constants::{CHUNK_MAX, RECEIVE_SHARE};
 use crate::engine::schedule::load;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -214,7 +214,7 @@ impl RecvConn {
         Counters::count(&self.counters.chunks, 1);
         Counters::count(&self.counters.bytes, u64::from(header.length));
         if index > 0 {
-            self.is_short.store(header.total < SHORT_MAX, Ordering::Relaxed);
+            self.is_short.store(header.total < CHUNK_MAX, Ordering::Relaxed);
         }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {

@@ -17,7 +17,6 @@ use crate::session::link::Sock;
 use crate::session::liveness;
 use crate::session::owner::{ConnectingSide, Joined, Streams};
 use crate::tcp::connection::lock;
-use crate::tcp::limits::UNSENT_MAX_FAR;
 
 static NOT_THERE: Limiter = Limiter::new();
 
@@ -142,7 +141,9 @@ impl Streams for SendConn {
 
     fn register_socket(&self, index: usize, sock: &Sock) -> Result<Registration> {
         if self.own.far {
-            liveness::hold_back_from(sock, UNSENT_MAX_FAR);
+            // Without a limit to what the kernel accepts and cannot send yet, the first stream takes all data, and the others,
+            // whose congestion windows grow only with what they carry, stay slow for seconds.
+            liveness::hold_back_from(sock, 128 << 10);
         }
         self.register(index, sock)
     }
