@@ -27,7 +27,7 @@ use crate::os::log::NET;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::handshake::FEATURE_RECOVERY;
 use crate::session::lifeline::{Answer, Ended, PeerInquiry};
-use crate::session::link::{Link, Sock};
+use crate::session::link::{Link, Sock, path_of};
 use crate::session::liveness::{self, Chores, Kept, LivenessMonitor};
 use crate::session::net::Net;
 use crate::session::owner::Owner;
@@ -73,6 +73,12 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// The peer has left, and no stream remains: ends the requests of which it is known that they are done. Returns
     /// whether others may still end.
     fn peer_left(conn: &Connection<Self>) -> bool;
+
+    /// The next epoch of a stream begins. The caller has locked the stream and the state.
+    fn epoch_begins(conn: &Connection<Self>, state: &mut Self::State, index: usize, io: &mut Self::Io);
+
+    /// It has begun, and the stream is still locked: adds the frames that must be sent on it first.
+    fn epoch_begun(_conn: &Connection<Self>, _index: usize, _io: &mut Self::Io) {}
 
     /// An epoch of a stream has ended. Returns whether that is to be reported: on the sending side, if it had not ended
     /// before; the receiving side always reports it.
@@ -137,8 +143,7 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last message for workers was one of those that are over soon
-    /// ([`HOT_BETWEEN`]).
+    /// Whether the last message for workers was one of those that are over soon ([`HOT_BETWEEN`]).
     pub(super) is_short: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
@@ -154,7 +159,7 @@ pub(crate) struct Connection<D: Direction> {
 }
 
 impl<D: Direction> Connection<D> {
-    /// For messages: what this side does, and the word between that and the peer.
+    /// For messages: what this side does, and the preposition before the peer.
     const DOING: &str = if D::SENDS { "sending" } else { "receiving" };
     const TOWARDS: &str = if D::SENDS { "to" } else { "from" };
 
@@ -230,15 +235,31 @@ impl<D: Direction> Connection<D> {
         self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
     }
 
-    /// Gives stream `index` a socket. `begin` records, with the stream locked, that its next epoch begins. What was
-    /// reported at its place before is made up for by a kick.
-    pub(super) fn install(&self, index: usize, registration: Registration, io: D::Io, begin: impl FnOnce(&mut D::Io)) {
+    /// Puts a connected socket to work as stream `index`. The kick makes up for what the poller reported before.
+    pub(super) fn install(&self, index: usize, registration: Registration, io: D::Io) {
+        self.events.set_path(index, path_of(io.sock(), &self.link));
+        self.health.stream_up();
         // In this order: a stream that breaks at once takes its registration with it.
         self.streams[index].watch(registration);
-        match self.streams[index].install_as(Box::new(io), begin) {
+        match self.streams[index].install_as(Box::new(io), |io| self.epoch_begins(index, io)) {
             Ok(()) => self.streams[index].kick(),
             Err(late) => self.let_go(*late),
         }
+    }
+
+    /// Records, with the stream locked, that its next epoch begins.
+    fn epoch_begins(&self, index: usize, io: &mut D::Io) {
+        {
+            let mut state = self.state();
+            D::epoch_begins(self, &mut state, index, io);
+            self.ended.forget();
+            lock(&self.monitors)[index] = LivenessMonitor::default();
+            if index == 0 {
+                self.first_live.store(true, Ordering::SeqCst);
+            }
+        }
+        *lock(&self.inquiry) = None;
+        D::epoch_begun(self, index, io);
     }
 
     /// The outcome of a request when it is done: the size of each part.

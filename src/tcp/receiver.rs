@@ -35,8 +35,7 @@ use crate::os::error::Result;
 use crate::os::ticks::Ticks;
 use crate::session::frame::Header;
 use crate::session::handshake::FEATURE_FAR;
-use crate::session::link::{Link, Sock, path_of};
-use crate::session::liveness::LivenessMonitor;
+use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
 use crate::session::peer::{Broken, Peer, fenced};
 use crate::session::seal::intake::BEHIND;
@@ -255,6 +254,24 @@ impl Direction for Receiving {
         conn.is_recovering()
     }
 
+    fn epoch_begins(_conn: &RecvConn, state: &mut State, index: usize, io: &mut Io) {
+        state.core.stream_up(index, io.epoch);
+    }
+
+    fn epoch_begun(conn: &RecvConn, index: usize, io: &mut Io) {
+        // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
+        // still considers those streams connected.
+        let ended = conn.state().core.ended_epochs();
+        if !ended.is_empty() {
+            io.queue_frames(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
+        }
+        // The first epoch of the first stream is 0, that of the others 1.
+        if io.epoch > u16::from(index > 0) {
+            Counters::bump(&conn.counters.reconnects);
+            conn.state().core.announcements().for_each(|header| conn.queue_on_any_stream(&header.encode()));
+        }
+    }
+
     /// Does nothing to the next epoch, if that has already begun.
     fn epoch_ended(conn: &RecvConn, index: usize, io: &Io, why: &Broken) -> bool {
         if let Some(error) = why.cause() {
@@ -316,7 +333,6 @@ impl RecvConn {
 
     /// Puts a connected socket to work as stream `index`.
     pub(crate) fn add_stream(&self, index: usize, epoch: u16, registration: Registration, sock: Sock, seal: Seal) {
-        self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
             epoch,
@@ -334,33 +350,7 @@ impl RecvConn {
             parted: false,
             received_goodbye: false,
         };
-        self.health.stream_up();
-        self.install(index, registration, io, |io| self.epoch_begins(index, epoch, io));
-    }
-
-    /// The next epoch of a stream begins, with the frames that must be sent on it first.
-    fn epoch_begins(&self, index: usize, epoch: u16, io: &mut Io) {
-        {
-            let mut state = self.state();
-            state.core.stream_up(index, epoch);
-            self.ended.forget();
-            lock(&self.monitors)[index] = LivenessMonitor::default();
-            if index == 0 {
-                self.first_live.store(true, Ordering::SeqCst);
-            }
-        }
-        *lock(&self.inquiry) = None;
-        // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
-        // still considers those streams connected.
-        let ended = self.state().core.ended_epochs();
-        if !ended.is_empty() {
-            io.queue_frames(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
-        }
-        // The first epoch of the first stream is 0, that of the others 1.
-        if epoch > u16::from(index > 0) {
-            Counters::bump(&self.counters.reconnects);
-            self.state().core.announcements().for_each(|header| self.queue_on_any_stream(&header.encode()));
-        }
+        self.install(index, registration, io);
     }
 
     /// An epoch of a stream has ended; `may_return`: not by a goodbye. Does nothing when the next has already begun,

@@ -38,8 +38,7 @@ use crate::os::ticks::Ticks;
 use crate::session::dialer;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
 use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
-use crate::session::link::{Link, Sock, path_of};
-use crate::session::liveness::LivenessMonitor;
+use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
 use crate::session::owner::{ConnectingSide, Streams};
 use crate::session::peer::{Broken, Peer, left_early};
@@ -271,6 +270,13 @@ impl Direction for Sending {
         false
     }
 
+    fn epoch_begins(conn: &SendConn, state: &mut State, index: usize, io: &mut Io) {
+        state.core.stream_up(index, io.epoch);
+        io.written = state.core.counts(index);
+        let pair = conn.link.pair_of(&io.sock);
+        lock(&conn.own.deliveries).begins(index, pair, state.core.arrived(index), Instant::now());
+    }
+
     fn epoch_ended(conn: &SendConn, index: usize, io: &Io, why: &Broken) -> bool {
         conn.end_epoch(index, io.epoch, why.cause())
     }
@@ -368,17 +374,6 @@ impl SendConn {
 
     /// Puts a connected socket to work as stream `index`.
     fn add_stream(&self, index: usize, epoch: u16, registration: Registration, sock: Sock, seal: Seal) {
-        self.events.set_path(index, path_of(&sock, &self.link));
-        self.health.stream_up();
-        let written = {
-            let mut state = self.state();
-            state.core.stream_up(index, epoch);
-            self.ended.forget();
-            self.note_first(index, &state.core);
-            let pair = self.link.pair_of(&sock);
-            lock(&self.own.deliveries).begins(index, pair, state.core.arrived(index), Instant::now());
-            state.core.counts(index)
-        };
         let io = Io {
             sock,
             epoch,
@@ -386,7 +381,8 @@ impl SendConn {
             header: [0; HEADER],
             sent: 0,
             more: false,
-            written,
+            // Replaced by the core's when the epoch begins.
+            written: Arc::default(),
             control: Vec::new(),
             parted: false,
             seal: seal.sides(),
@@ -397,17 +393,7 @@ impl SendConn {
             leaving: None,
             blocked: None,
         };
-        lock(&self.monitors)[index] = LivenessMonitor::default();
-        *lock(&self.inquiry) = None;
-        self.install(index, registration, io, |_| ());
-    }
-
-    /// Whether the first stream is connected, for threads that do not hold the state. Called with the state locked, so
-    /// that the note and the core agree whatever two threads do.
-    fn note_first(&self, index: usize, core: &SendCore) {
-        if index == 0 {
-            self.first_live.store(core.is_live(0), Ordering::SeqCst);
-        }
+        self.install(index, registration, io);
     }
 
     /// Ends an epoch of a stream in the core, once, and remembers the reason, if it is known. Returns whether it was
@@ -418,7 +404,9 @@ impl SendConn {
         if let Some(error) = why.filter(|_| was_live) {
             self.ended.note(error);
         }
-        self.note_first(index, &state.core);
+        if was_live && index == 0 {
+            self.first_live.store(false, Ordering::SeqCst);
+        }
         was_live
     }
 

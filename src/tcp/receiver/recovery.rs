@@ -324,13 +324,13 @@ mod tests {
             let goodbye = Header { total: said, ..Header::of(Type::Bye, 0) };
             theirs[0].write_all(&goodbye.encode()).expect("it listens");
             theirs[0].shutdown(Shutdown::Write).expect("it listens");
-            loopback::wait_until("the goodbye is heard", || {
+            loopback::wait_until("the goodbye does not arrive", || {
                 assert!(conn.test(ticket).unwrap().is_none());
                 conn.health.is_peer_done() && conn.health.live() == 1
             });
             crate::session::liveness::close_hard(&cut);
             drop(cut);
-            loopback::wait_until("the end of the other is heard", || {
+            loopback::wait_until("the end of the other does not arrive", || {
                 assert!(excused || conn.test(ticket).expect("the message may still come").is_none());
                 conn.health.live() == 0
             });

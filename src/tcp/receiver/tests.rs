@@ -131,7 +131,7 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
         theirs.write_all(&goodbye.encode()).expect("it lives");
         // A sender takes the acknowledgements in before it closes. A reset would throw away what is not read yet.
         theirs.shutdown(std::net::Shutdown::Write).expect("it lives");
-        loopback::wait_until("the end is not heard", || conn.health.is_over());
+        loopback::wait_until("the end does not arrive", || conn.health.is_over());
         let outcome = conn.at_the_end(ticket).expect("all of it is here").expect("it is done");
         assert_eq!((outcome.parts, outcome.sizes[parts - 1]), (parts, 8));
         assert!(targets.iter().all(|target| *target == [7; 8]));
@@ -168,7 +168,7 @@ fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
         theirs.shutdown(std::net::Shutdown::Write).expect("it lives");
         let mut end = libc::pollfd { fd: io.sock.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
         // SAFETY: one entry, which outlives the call.
-        assert_eq!(unsafe { libc::poll(&raw mut end, 1, 20_000) }, 1, "the end arrives");
+        assert_eq!(unsafe { libc::poll(&raw mut end, 1, 20_000) }, 1, "the end does not arrive");
         let Step::Broken(why) = conn.step(1, io, READ) else { panic!("the end is left for a poll that nobody makes") };
         let is_as_it_ended = if in_order { matches!(why, Broken::Goodbye) } else { matches!(why, Broken::Lost(_)) };
         assert!(is_as_it_ended, "{why:?}");

@@ -59,7 +59,7 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     });
     // By the control thread, if it held the stream just then.
     loopback::wait_until("it is not done", || conn.requests.finish(ticket).is_some());
-    loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
+    loopback::wait_until("an acknowledgement that came before does not count", || conn.state().core.is_idle());
 }
 
 /// Over a long path a send of NCCL's usual size is done when its bytes have left; what may be sent again is a copy.
@@ -280,7 +280,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     let mut back = join(0);
     back.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
     let mut bytes = [0; HEADER];
-    back.read_exact(&mut bytes).expect("a word about the other");
+    back.read_exact(&mut bytes).expect("a frame about the other");
     let header = Header::decode(&bytes).expect("a frame");
     assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first epoch of the second stream");
 }
@@ -397,7 +397,7 @@ fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     let goodbye = Header { total: 2, ..Header::of(Type::Bye, 0) };
     theirs.write_all(&[acknowledged.encode(), goodbye.encode()].concat()).expect("it lives");
     drop(theirs);
-    loopback::wait_until("the end is not heard", || conn.health.is_over());
+    loopback::wait_until("the end does not arrive", || conn.health.is_over());
     let outcome = conn.at_the_end(first).expect("the receiver has it").expect("it is done");
     assert_eq!(outcome.sizes[0], 1 << 20);
     conn.test(second).expect_err("the receiver does not have that");
@@ -419,14 +419,14 @@ fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     // It received the one message there is.
     let goodbye = Header { total: 2, ..Header::of(Type::Bye, 0) };
     theirs.write_all(&goodbye.encode()).expect("it lives");
-    loopback::wait_until("the goodbye is not heard", || {
+    loopback::wait_until("the goodbye does not arrive", || {
         conn.run(0, READ);
         conn.health.is_peer_done()
     });
     let late = post(8);
     assert!(conn.test(late).expect("its streams may say more").is_none());
     drop(theirs);
-    loopback::wait_until("the end is not heard", || {
+    loopback::wait_until("the end does not arrive", || {
         conn.run(0, READ);
         conn.health.is_over()
     });
