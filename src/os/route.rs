@@ -1,7 +1,7 @@
 //! Which interface packets leave by, according to the kernel's routing tables (rtnetlink(7), `RTM_GETROUTE`).
 //!
 //! Linux chooses the interface by the destination alone, unless a routing rule differs. With two interfaces in one
-//! subnet all packets leave by the first, whatever their source address. [`way`] detects this, and returns whether a
+//! subnet all packets leave by the first, whatever their source address. [`egress`] detects this, and returns whether a
 //! socket that is bound to the interface would send over it to the same destination.
 //!
 //! This module must not know what a rail or a stream is.
@@ -17,7 +17,7 @@ use super::fd::Registered;
 
 /// How packets with the address of an interface reach a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Egress {
     /// The kernel's own choice is right, or unknown.
     AsRouted,
     /// By the interface with this index (0: by none), and a socket that is bound to its own has an equally specific
@@ -40,16 +40,16 @@ struct Route {
 }
 
 /// How packets from `from`, an address of interface `index`, reach `to`.
-pub(crate) fn way(from: IpAddr, index: u32, to: IpAddr) -> Way {
+pub(crate) fn egress(from: IpAddr, index: u32, to: IpAddr) -> Egress {
     let link_local = matches!(to, IpAddr::V6(v6) if v6.is_unicast_link_local());
     if index == 0 || link_local || from.is_ipv4() != to.is_ipv4() {
-        return Way::AsRouted;
+        return Egress::AsRouted;
     }
     let usual = match look_up(from, to, None) {
         Ok(route) => Some(route),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENETUNREACH | libc::EHOSTUNREACH)) => None,
         // The query is impossible here.
-        Err(_) => return Way::AsRouted,
+        Err(_) => return Egress::AsRouted,
     };
     decide(
         index,
@@ -59,26 +59,26 @@ pub(crate) fn way(from: IpAddr, index: u32, to: IpAddr) -> Way {
     )
 }
 
-/// The rule of [`way`]. `usual`: the kernel's choice; `over`: its choice for a socket that is bound to the interface;
+/// The rule of [`egress`]. `usual`: the kernel's choice; `over`: its choice for a socket that is bound to the interface;
 /// `are_apart`: whether answers come back over the interface, and not over the one with this index.
 fn decide(
     index: u32,
     usual: Option<Route>,
     over: impl FnOnce() -> Option<Route>,
     are_apart: impl FnOnce(u32) -> bool,
-) -> Way {
+) -> Egress {
     if usual.is_some_and(|route| route.is_local || route.interface == 0 || route.interface == index) {
-        return Way::AsRouted;
+        return Egress::AsRouted;
     }
     let over = over().filter(|route| route.interface == index && !route.is_local);
     match (usual, over) {
         // Without the interface there is no route at all: it belongs to a VRF.
-        (None, Some(_)) => Way::Bind(0),
-        (None, None) => Way::AsRouted,
+        (None, Some(_)) => Egress::Bind(0),
+        (None, None) => Egress::AsRouted,
         (Some(usual), Some(over)) if over.prefix >= usual.prefix && are_apart(usual.interface) => {
-            Way::Bind(usual.interface)
+            Egress::Bind(usual.interface)
         }
-        (Some(usual), _) => Way::Strays(usual.interface),
+        (Some(usual), _) => Egress::Strays(usual.interface),
     }
 }
 
@@ -265,18 +265,18 @@ mod tests {
     #[test]
     fn a_socket_is_bound_only_where_its_interface_has_a_route_as_good_as_the_one_that_is_taken() {
         let decide = |usual, over, drops: bool| super::decide(7, usual, || over, |_| !drops);
-        assert_eq!(decide(by(7, 24), None, false), Way::AsRouted, "it leaves by its own");
-        assert_eq!(decide(by(3, 24), by(7, 24), false), Way::Bind(3), "two interfaces in one subnet");
-        assert_eq!(decide(by(3, 0), by(7, 0), false), Way::Bind(3), "two default routes");
-        assert_eq!(decide(by(3, 24), by(7, 24), true), Way::Strays(3), "the answers would come by the other one");
-        assert_eq!(decide(by(3, 24), by(7, 0), false), Way::Strays(3), "a route of its own leads there");
-        assert_eq!(decide(by(3, 24), None, false), Way::Strays(3), "only the other one leads there");
-        assert_eq!(decide(by(3, 24), by(3, 24), false), Way::Strays(3), "the kernel looks past the interface");
-        assert_eq!(decide(None, by(7, 24), true), Way::Bind(0), "an interface of a VRF");
-        assert_eq!(decide(None, None, false), Way::AsRouted);
-        assert_eq!(decide(by(0, 24), by(7, 24), false), Way::AsRouted, "several next hops");
+        assert_eq!(decide(by(7, 24), None, false), Egress::AsRouted, "it leaves by its own");
+        assert_eq!(decide(by(3, 24), by(7, 24), false), Egress::Bind(3), "two interfaces in one subnet");
+        assert_eq!(decide(by(3, 0), by(7, 0), false), Egress::Bind(3), "two default routes");
+        assert_eq!(decide(by(3, 24), by(7, 24), true), Egress::Strays(3), "the answers would come by the other one");
+        assert_eq!(decide(by(3, 24), by(7, 0), false), Egress::Strays(3), "a route of its own leads there");
+        assert_eq!(decide(by(3, 24), None, false), Egress::Strays(3), "only the other one leads there");
+        assert_eq!(decide(by(3, 24), by(3, 24), false), Egress::Strays(3), "the kernel looks past the interface");
+        assert_eq!(decide(None, by(7, 24), true), Egress::Bind(0), "an interface of a VRF");
+        assert_eq!(decide(None, None, false), Egress::AsRouted);
+        assert_eq!(decide(by(0, 24), by(7, 24), false), Egress::AsRouted, "several next hops");
         let here = Some(Route { interface: 1, prefix: 32, is_local: true });
-        assert_eq!(decide(here, by(7, 24), false), Way::AsRouted, "the peer is on this host");
+        assert_eq!(decide(here, by(7, 24), false), Egress::AsRouted, "the peer is on this host");
     }
 
     #[test]
@@ -284,7 +284,7 @@ mod tests {
         let lo = IpAddr::V4(Ipv4Addr::LOCALHOST);
         assert!(is_local(lo));
         assert!(!is_local("192.0.2.1".parse().expect("an address")), "TEST-NET-1 is nobody's");
-        assert_eq!(way(lo, 1, lo), Way::AsRouted);
+        assert_eq!(egress(lo, 1, lo), Egress::AsRouted);
         assert_eq!(name_of(1).as_deref(), Some("lo"));
     }
 

@@ -317,7 +317,7 @@ impl Registration {
         self.adapters.len() == adapters.len() && self.adapters.iter().zip(&**adapters).all(|(a, b)| Arc::ptr_eq(a, b))
     }
 
-    /// The key for work requests on the adapter with this place in the device.
+    /// The key for work requests on the adapter with this index in the device.
     #[inline]
     pub(crate) fn local_key(&self, adapter: usize) -> u32 {
         self.leases[adapter].as_ref().map_or(0, |lease| lease.local_key())

@@ -86,10 +86,10 @@ impl Rdma {
     }
 
     /// The adapters with these indices: the same list each time, so that a registration is recognised quickly.
-    pub(crate) fn group(&self, places: &[usize]) -> Adapters {
+    pub(crate) fn group(&self, indices: &[usize]) -> Adapters {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let made = || places.iter().filter_map(|place| self.adapters.get(*place).cloned()).collect();
-        Arc::clone(groups.entry(places.to_vec()).or_insert_with(made))
+        let made = || indices.iter().filter_map(|index| self.adapters.get(*index).cloned()).collect();
+        Arc::clone(groups.entry(indices.to_vec()).or_insert_with(made))
     }
 
     /// Makes the control thread watch the devices from now on. For the first connection, so that a process that only

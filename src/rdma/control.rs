@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn another_socket_is_wanted_until_something_is_heard_on_the_silent_one() {
+    fn another_socket_is_wanted_until_something_arrives_on_the_silent_one() {
         let (here, _there) = UnixStream::pair().expect("sockets");
         let mut control = Control::new(sock(here));
         let (now, limit) = (Instant::now(), Duration::from_secs(60));
@@ -285,7 +285,7 @@ mod tests {
         control.is_silent(since);
         for silent in [3000, 3004, 2950] {
             control.is_seen(now, Duration::from_millis(silent), limit);
-            assert_eq!(control.away, Some(since), "that was heard before");
+            assert_eq!(control.away, Some(since), "that arrived before");
         }
         control.is_seen(now, Duration::from_secs(1), limit);
         assert_eq!((control.away, control.probed), (None, None));

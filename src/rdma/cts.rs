@@ -16,9 +16,9 @@
 //!
 //! Little-endian; 64 bytes, so that a CTS entry fits one cache line and one inline write.
 //!
-//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] places; CTS entry n is at place n modulo [`CTS_ENTRIES`]. The device writes a CTS entry's bytes
+//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] slots; CTS entry n is in slot n modulo [`CTS_ENTRIES`]. The device writes a CTS entry's bytes
 //! in no guaranteed order, so a CTS entry is accepted only when number and check match: an incomplete CTS entry, or the previous
-//! CTS entry of that place, does not. Behind the CTS entries there is one more place, for the receiver's count of eager messages
+//! CTS entry of that slot, does not. Behind the CTS entries there is one more slot, for the receiver's count of eager messages
 //! when no CTS entry carries it.
 
 use std::cell::UnsafeCell;
@@ -126,16 +126,16 @@ fn check(bytes: &[u8; CTS_BYTES]) -> u32 {
 }
 
 /// The memory that the peer writes CTS entries into.
-pub(crate) struct Ring(Pages<Place>);
+pub(crate) struct Ring(Pages<RingSlot>);
 
-/// One place of a ring.
+/// One slot of a ring.
 #[repr(align(64))]
-pub(super) struct Place(UnsafeCell<[u8; CTS_BYTES]>);
+pub(super) struct RingSlot(UnsafeCell<[u8; CTS_BYTES]>);
 
-// SAFETY: the places are read by volatile and atomic loads only; only devices write them.
-unsafe impl Sync for Place {}
+// SAFETY: the slots are read by volatile and atomic loads only; only devices write them.
+unsafe impl Sync for RingSlot {}
 // SAFETY: bytes.
-unsafe impl Zeroed for Place {}
+unsafe impl Zeroed for RingSlot {}
 
 impl Ring {
     /// A ring without CTS entries: no CTS entry has number 0.
@@ -147,7 +147,7 @@ impl Ring {
     }
 
     /// Its memory.
-    pub(super) fn pages(&self) -> &Pages<Place> {
+    pub(super) fn pages(&self) -> &Pages<RingSlot> {
         &self.0
     }
 
@@ -159,18 +159,18 @@ impl Ring {
     /// The receiver's count of eager messages, if it has arrived complete.
     #[inline]
     pub(crate) fn credit(&self) -> Option<u32> {
-        let place = self.0[CTS_ENTRIES].0.get();
-        // SAFETY: inside the place, aligned to 8 since places are aligned to 64.
-        let bits = unsafe { AtomicU64::from_ptr(place.cast()) }.load(Ordering::Acquire);
+        let slot = self.0[CTS_ENTRIES].0.get();
+        // SAFETY: inside the slot, aligned to 8 since slots are aligned to 64.
+        let bits = unsafe { AtomicU64::from_ptr(slot.cast()) }.load(Ordering::Acquire);
         decode_credit(u64::from_le(bits))
     }
 
     /// Whether CTS entry `number` seems to have arrived: it may still be incomplete.
     #[inline(always)]
     pub(crate) fn has(&self, number: u32) -> bool {
-        let place = self.0[number as usize % CTS_ENTRIES].0.get();
-        // SAFETY: inside the place, aligned to 4 since places are aligned to 64.
-        let stamp = unsafe { AtomicU32::from_ptr(place.cast::<u32>().add(14)) };
+        let slot = self.0[number as usize % CTS_ENTRIES].0.get();
+        // SAFETY: inside the slot, aligned to 4 since slots are aligned to 64.
+        let stamp = unsafe { AtomicU32::from_ptr(slot.cast::<u32>().add(14)) };
         stamp.load(Ordering::Acquire) == number.to_le()
     }
 
@@ -180,12 +180,12 @@ impl Ring {
         if !self.has(number) {
             return None;
         }
-        let place = self.0[number as usize % CTS_ENTRIES].0.get();
-        // SAFETY: the place is readable, aligned to 64, and exists as long as this; a device may write at the same
+        let slot = self.0[number as usize % CTS_ENTRIES].0.get();
+        // SAFETY: the slot is readable, aligned to 64, and exists as long as this; a device may write at the same
         // time, hence volatile, and `decode` detects an incomplete CTS entry. Read in 8-byte units: single bytes would be
         // slow.
         let words: [u64; CTS_BYTES / 8] =
-            std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });
+            std::array::from_fn(|at| unsafe { slot.cast::<u64>().add(at).read_volatile() });
         let bytes = words.map(u64::to_ne_bytes);
         CtsEntry::decode(bytes.as_flattened().try_into().ok()?, number)
     }
@@ -205,7 +205,7 @@ fn decode_credit(bits: u64) -> Option<u32> {
 /// The content of the immediate of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Immediate {
-    /// The receiver's slot; of an eager message its place.
+    /// The receiver's slot; of an eager message the slot of the inbox.
     pub slot: u8,
     /// Which use of the slot; of an eager message [`CompressedHeader::steps`].
     pub generation: u8,
@@ -215,7 +215,7 @@ pub(crate) struct Immediate {
     /// The message's size is in the receiver's table of sizes, where one of its immediates has brought it; else it is
     /// the sum of the writes' lengths.
     pub is_reported: bool,
-    /// It is in a place of the receiver's [`Inbox`](super::eager::Inbox).
+    /// It is in a slot of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,
     /// It answers several CTS entries: as many as `shares`, up to the slot's own one, each filled to its size.
     pub is_run: bool,
@@ -224,9 +224,9 @@ pub(crate) struct Immediate {
 impl Immediate {
     /// That of an eager message.
     #[inline]
-    pub(crate) fn eager(place: u8, compressed: CompressedHeader) -> Self {
+    pub(crate) fn eager(slot: u8, compressed: CompressedHeader) -> Self {
         Self {
-            slot: place,
+            slot,
             generation: compressed.steps,
             shares: compressed.cts_entries,
             is_reported: false,
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(ring.read(1), None);
         for number in [1, 1 + CTS_ENTRIES as u32] {
             let cts = CtsEntry { number, ..cts };
-            // SAFETY: the place of both numbers, and no other thread uses the ring.
+            // SAFETY: the slot of both numbers, and no other thread uses the ring.
             unsafe { *ring.0[1].0.get() = cts.encode() };
             assert_eq!(ring.read(number), Some(cts));
             assert_eq!(ring.read(number + CTS_ENTRIES as u32), None);
@@ -362,7 +362,7 @@ mod tests {
         let ring = Ring::new().expect("memory");
         assert_eq!(ring.credit(), None);
         for number in [0, 1, 77, u32::MAX] {
-            // SAFETY: the last place, and no other thread uses the ring.
+            // SAFETY: the last slot, and no other thread uses the ring.
             unsafe { *ring.0[CTS_ENTRIES].0.get().cast::<u64>() = encode_credit(number).to_le() };
             assert_eq!(ring.credit(), Some(number));
         }

@@ -150,7 +150,7 @@ pub(crate) struct OpenPort {
     pub gid_index: u32,
     /// The reason for the choice.
     pub gid_why: gid::Why,
-    /// The GID at that place.
+    /// The GID at that index.
     pub gid: Gid,
     /// Its version of RoCE, if the kernel reports it.
     pub gid_version: Option<gid::RoceVersion>,

@@ -40,7 +40,7 @@ const _: () = assert!(offset_of!(RawAsyncEvent, kind) == offset_of!(ib::ibv_asyn
 pub(crate) struct RawGidEntry {
     /// The GID.
     pub gid: [u8; 16],
-    /// Its place in the table of its port.
+    /// Its index in the table of its port.
     pub index: u32,
     /// The port, from 1.
     pub port: u32,

@@ -1,7 +1,7 @@
 //! Short messages that do not wait for their receive.
 //!
-//! A CTS entry costs a write of its own, and the message waits for it. A short message is copied instead into a place
-//! of the sender's [`Outbox`], and written from there, with an immediate, into the same place of the receiver's
+//! A CTS entry costs a write of its own, and the message waits for it. A short message is copied instead into a slot
+//! of the sender's [`Outbox`], and written from there, with an immediate, into the same slot of the receiver's
 //! [`Inbox`]. Its send is then done. The receiver copies it into the receive with its tag and number, or keeps it until
 //! that is posted. So a receive that only short messages fit is not announced at all, unless the sender requests it.
 //!
@@ -20,12 +20,12 @@
 //! one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
 //!
 //! # Credit
-//! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has delivered and sends that
+//! There are [`INBOX_SLOTS`] slots, used in turn. The receiver counts the messages that it has delivered and sends that
 //! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more than
-//! `PLACES` undelivered messages. That also keeps it from writing into a place that was not read: message n needs `n -
-//! PLACES + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
-//! deliver into a buffer. So if it had not read place n modulo `PLACES`, whose message is `n - PLACES`, it could have
-//! delivered at most `n - PLACES`.
+//! `INBOX_SLOTS` undelivered messages. That also keeps it from writing into a slot that was not read: message n needs `n -
+//! INBOX_SLOTS + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
+//! deliver into a buffer. So if it had not read slot n modulo `INBOX_SLOTS`, whose message is `n - INBOX_SLOTS`, it could have
+//! delivered at most `n - INBOX_SLOTS`.
 //!
 //! This module posts nothing.
 
@@ -43,22 +43,22 @@ pub(crate) const EAGER_MAX: u64 = 1024;
 const HEAD: usize = 16;
 
 /// Messages under way at one time.
-pub(crate) const PLACES: usize = 64;
+pub(crate) const INBOX_SLOTS: usize = 64;
 
-/// Bytes of a place: the head and the longest message, in whole cache lines.
-const PLACE: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
+/// Bytes of a slot: the head and the longest message, in whole cache lines.
+const SLOT_BYTES: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
 
 /// The receiver reports its count when it has grown by this much.
-const REPORT_AFTER: u32 = PLACES as u32 / 2;
+const REPORT_AFTER: u32 = INBOX_SLOTS as u32 / 2;
 
 #[repr(align(64))]
-struct Place(UnsafeCell<[u8; PLACE]>);
+struct InboxSlot(UnsafeCell<[u8; SLOT_BYTES]>);
 
-// SAFETY: a place is written by one side at a time: its owner, or a device on its behalf; see the credit above.
-unsafe impl Sync for Place {}
+// SAFETY: a slot is written by one side at a time: its owner, or a device on its behalf; see the credit above.
+unsafe impl Sync for InboxSlot {}
 
 // SAFETY: bytes.
-unsafe impl Zeroed for Place {}
+unsafe impl Zeroed for InboxSlot {}
 
 /// The head of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,7 +146,7 @@ struct Credit {
 impl Credit {
     #[inline(always)]
     fn is_left(self) -> bool {
-        self.sent.wrapping_sub(self.handed_on) < PLACES as u32
+        self.sent.wrapping_sub(self.handed_on) < INBOX_SLOTS as u32
     }
 
     /// The receiver has delivered this many, modulo 65,536. Outdated and impossible counts change nothing.
@@ -164,7 +164,7 @@ impl Credit {
 pub(crate) struct Outbox {
     /// Dropped first: afterwards no device reads. By adapter.
     regions: Vec<MemoryRegion>,
-    places: Pages<Place>,
+    slots: Pages<InboxSlot>,
     credit: Credit,
     /// Messages whose writes have not completed.
     flying: u32,
@@ -178,8 +178,8 @@ pub(crate) struct Parcel {
     pub address: u64,
     /// Bytes, with the head if it has one.
     pub bytes: u32,
-    /// Its place.
-    pub place: u8,
+    /// Its slot.
+    pub slot: u8,
     /// Its short form for the immediate.
     pub compressed: CompressedHeader,
 }
@@ -190,20 +190,20 @@ impl Outbox {
     /// # Errors
     /// When it cannot be pinned.
     pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
-        let places = Pages::zeroed(PLACES)?;
-        let regions = own_regions(adapters, &places)?;
-        Ok(Self { regions, places, credit: Credit::default(), flying: 0, last: Last::default() })
+        let slots = Pages::zeroed(INBOX_SLOTS)?;
+        let regions = own_regions(adapters, &slots)?;
+        Ok(Self { regions, slots, credit: Credit::default(), flying: 0, last: Last::default() })
     }
 
     /// Whether a message may be sent.
     #[inline(always)]
     pub(crate) fn has_room(&self) -> bool {
-        self.credit.is_left() && self.flying < PLACES as u32
+        self.credit.is_left() && self.flying < INBOX_SLOTS as u32
     }
 
     /// How many messages may be sent.
     pub(crate) fn room(&self) -> usize {
-        PLACES - (self.credit.sent.wrapping_sub(self.credit.handed_on)).max(self.flying) as usize
+        INBOX_SLOTS - (self.credit.sent.wrapping_sub(self.credit.handed_on)).max(self.flying) as usize
     }
 
     /// The receiver has delivered this many messages, modulo 65,536. Returns whether that is new.
@@ -212,19 +212,19 @@ impl Outbox {
         self.credit.returned(handed_on)
     }
 
-    /// Copies a message into the next place. There must be room.
+    /// Copies a message into the next slot. There must be room.
     ///
     /// # Safety
     /// `data` must be readable for the head's length, which is at most [`EAGER_MAX`].
     #[inline(always)]
     pub(crate) unsafe fn pack(&mut self, head: &Head, data: *const u8) -> Parcel {
         debug_assert!(self.has_room() && u64::from(head.length) <= EAGER_MAX);
-        let place = self.credit.sent as usize % PLACES;
-        let to = self.places[place].0.get().cast::<u8>();
+        let slot = self.credit.sent as usize % INBOX_SLOTS;
+        let to = self.slots[slot].0.get().cast::<u8>();
         let compressed = self.last.compress(head);
         let before = before(compressed);
-        // SAFETY: inside the place, which no device reads any more: the completion of its last write was polled, since
-        // they complete in order and fewer than PLACES are outstanding. The caller keeps the promise about the data.
+        // SAFETY: inside the slot, which no device reads any more: the completion of its last write was polled, since
+        // they complete in order and fewer than INBOX_SLOTS are outstanding. The caller keeps the promise about the data.
         unsafe {
             if before > 0 {
                 to.copy_from_nonoverlapping(head.encode().as_ptr(), HEAD);
@@ -236,7 +236,7 @@ impl Outbox {
         self.credit.sent = self.credit.sent.wrapping_add(1);
         self.flying += 1;
         let bytes = before as u32 + head.length;
-        Parcel { address: to as u64, bytes, place: place as u8, compressed }
+        Parcel { address: to as u64, bytes, slot: slot as u8, compressed }
     }
 
     /// This side's key on an adapter.
@@ -295,10 +295,10 @@ impl Address {
         Self { start, keys }
     }
 
-    /// Where a place begins.
+    /// Where a slot begins.
     #[inline]
-    pub(crate) fn of(&self, place: u8) -> u64 {
-        self.start + (usize::from(place) * PLACE) as u64
+    pub(crate) fn of(&self, slot: u8) -> u64 {
+        self.start + (usize::from(slot) * SLOT_BYTES) as u64
     }
 }
 
@@ -306,7 +306,7 @@ impl Address {
 pub(crate) struct Inbox {
     /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
-    places: Pages<Place>,
+    slots: Pages<InboxSlot>,
     arrived: u32,
     handed_on: u32,
     reported: u32,
@@ -346,15 +346,15 @@ impl Inbox {
     /// # Errors
     /// When it cannot be pinned.
     pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
-        let places = Pages::zeroed(PLACES)?;
-        let regions = own_regions(adapters, &places)?;
-        Ok(Self { regions, places, arrived: 0, handed_on: 0, reported: 0, last: Last::default(), kept: Vec::new() })
+        let slots = Pages::zeroed(INBOX_SLOTS)?;
+        let regions = own_regions(adapters, &slots)?;
+        Ok(Self { regions, slots, arrived: 0, handed_on: 0, reported: 0, last: Last::default(), kept: Vec::new() })
     }
 
     /// Where the sender writes.
     pub(crate) fn address(&self) -> Address {
         let keys: Vec<u32> = self.regions.iter().map(MemoryRegion::remote_key).collect();
-        Address::new(self.places.as_ptr() as u64, &keys)
+        Address::new(self.slots.as_ptr() as u64, &keys)
     }
 
     /// A message has arrived: returns its head, and where its bytes are until the next message is requested.
@@ -364,21 +364,21 @@ impl Inbox {
     #[inline(always)]
     pub(crate) fn arrived(
         &mut self,
-        place: u8,
+        slot: u8,
         compressed: CompressedHeader,
         written: u32,
     ) -> Result<(Head, *const u8)> {
-        let expected = self.arrived as usize % PLACES;
-        if usize::from(place) != expected || self.arrived.wrapping_sub(self.handed_on) >= PLACES as u32 {
+        let expected = self.arrived as usize % INBOX_SLOTS;
+        if usize::from(slot) != expected || self.arrived.wrapping_sub(self.handed_on) >= INBOX_SLOTS as u32 {
             return Err(too_many());
         }
         self.arrived = self.arrived.wrapping_add(1);
-        let from = self.places[expected].0.get().cast::<u8>();
+        let from = self.slots[expected].0.get().cast::<u8>();
         let before = before(compressed);
         let head = if before == 0 {
             self.last.expand(compressed, written).ok_or_else(unknown)?
         } else {
-            // SAFETY: inside the place. Its write has completed, and the sender may not write there again before the
+            // SAFETY: inside the slot. Its write has completed, and the sender may not write there again before the
             // delivery of later messages is reported to it; if it does anyway, the bytes are no secret and no reference
             // to them is made.
             Head::decode(&unsafe { from.cast::<[u8; HEAD]>().read_volatile() })
@@ -387,7 +387,7 @@ impl Inbox {
             return Err(other_length(&head, written));
         }
         self.last = Last(Some(head));
-        // SAFETY: the head of the message ends inside the place.
+        // SAFETY: the head of the message ends inside the slot.
         Ok((head, unsafe { from.add(before) }))
     }
 
@@ -479,8 +479,8 @@ mod tests {
             }
         }
 
-        /// Whatever counts arrive, late, twice or torn: never more than PLACES messages are under way, and none is
-        /// written into a place whose message the receiver has not read.
+        /// Whatever counts arrive, late, twice or torn: never more than INBOX_SLOTS messages are under way, and none is
+        /// written into a slot whose message the receiver has not read.
         #[test]
         fn credit_never_overtakes_the_receiver(
             start: u32,
@@ -494,7 +494,7 @@ mod tests {
                 match event {
                     0 if credit.is_left() => {
                         let out = credit.sent.wrapping_sub(read);
-                        prop_assert!(out < PLACES as u32, "the place's last message was not read");
+                        prop_assert!(out < INBOX_SLOTS as u32, "the slot's last message was not read");
                         credit.sent = credit.sent.wrapping_add(1);
                     }
                     1 if read != credit.sent => read = read.wrapping_add(1),
@@ -508,8 +508,8 @@ mod tests {
                     }
                     _ => {}
                 }
-                prop_assert!(handed_on.wrapping_sub(credit.handed_on) <= PLACES as u32, "it believes no more than is true");
-                prop_assert!(credit.sent.wrapping_sub(handed_on) <= PLACES as u32);
+                prop_assert!(handed_on.wrapping_sub(credit.handed_on) <= INBOX_SLOTS as u32, "it believes no more than is true");
+                prop_assert!(credit.sent.wrapping_sub(handed_on) <= INBOX_SLOTS as u32);
             }
         }
     }
@@ -518,7 +518,7 @@ mod tests {
     fn an_empty_message_has_a_head_only() {
         let head = Head { tag: 1, number: 2, cts_entries: 3, length: 0 };
         assert_eq!(Head::decode(&head.encode()), head);
-        const { assert!(PLACE.is_multiple_of(64) && PLACE >= HEAD + EAGER_MAX as usize) };
-        const { assert!(PLACES <= 256, "a place's number fits into an immediate") };
+        const { assert!(SLOT_BYTES.is_multiple_of(64) && SLOT_BYTES >= HEAD + EAGER_MAX as usize) };
+        const { assert!(INBOX_SLOTS <= 256, "a slot's number fits into an immediate") };
     }
 }

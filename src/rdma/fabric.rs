@@ -5,7 +5,7 @@
 //!
 //! # Credit
 //!
-//! A completion queue that overruns ends all its queue pairs. So each queue has a place for everything that can be in
+//! A completion queue that overruns ends all its queue pairs. So each queue has an entry for everything that can be in
 //! the queues of its queue pairs at one time: [`Qp::room`] never allows more requests in a sending queue than it was made
 //! for, and receives are posted again only as they are used up.
 
@@ -69,9 +69,9 @@ pub(crate) struct Qp {
     /// Whether it is lost again and again.
     pub(super) relapses: Relapses,
     inline_bytes: u32,
-    /// The place of its adapter in this side's device.
+    /// The index of its adapter in this side's device.
     pub adapter: usize,
-    /// The place of the peer's port in the peer's device.
+    /// The index of the peer's port in the peer's device.
     pub peer_port: usize,
     first_packet: u32,
     linked: Linked,
@@ -321,7 +321,7 @@ impl Fabric {
         &self.qps
     }
 
-    /// The queues that asynchronous events may name, each with the place of its adapter.
+    /// The queues that asynchronous events may name, each with the index of its adapter.
     pub(crate) fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
         let pairs = self.qps.iter().filter_map(|qp| Some((qp.adapter, qp.element()?)));
         pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())

@@ -123,7 +123,7 @@ impl Port {
     }
 
     /// Posts the waiting reads, as many as the device has room for.
-    fn post(&mut self, place: usize, left: &[Left], config: &Config) -> Result<()> {
+    fn post(&mut self, index: usize, left: &[Left], config: &Config) -> Result<()> {
         if self.waiting.is_empty() || self.failing.is_some_and(|(_, next)| Instant::now() < next) {
             return Ok(());
         }
@@ -141,7 +141,7 @@ impl Port {
             let read = Work {
                 id: u64::from(slot),
                 local: Local { address: sink.address(), length: 1, key: region.local_key() },
-                remote: Remote { address: *address, key: memory.remote_keys()[place] },
+                remote: Remote { address: *address, key: memory.remote_keys()[index] },
                 immediate: None,
                 is_read: true,
                 is_inline: false,
@@ -232,8 +232,8 @@ impl Flush {
 
     /// The ports that a flush has to wait for, a bit for each.
     pub(crate) fn ports(&self, around: &Around<'_>) -> u8 {
-        let is_needed = |(place, port): &(usize, &Port)| !(port.is_out() && around.is_over(*place));
-        self.ports.iter().enumerate().filter(is_needed).fold(0, |ports, (place, _)| ports | 1 << place)
+        let is_needed = |(index, port): &(usize, &Port)| !(port.is_out() && around.is_over(*index));
+        self.ports.iter().enumerate().filter(is_needed).fold(0, |ports, (index, _)| ports | 1 << index)
     }
 
     /// Whether a flush that has not ended was posted with this registration.
@@ -254,10 +254,10 @@ impl Flush {
     ) -> Result<()> {
         self.left[usize::from(slot)] = Left { ports, address, memory: Some(memory) };
         self.pending += 1;
-        for place in (0..self.ports.len()).filter(|place| ports & 1 << place != 0) {
-            self.ports[place].waiting.push_back(slot);
-            if let Err(error) = self.ports[place].post(place, &self.left, around.config) {
-                self.failed(place, error.into(), around, &mut done)?;
+        for index in (0..self.ports.len()).filter(|index| ports & 1 << index != 0) {
+            self.ports[index].waiting.push_back(slot);
+            if let Err(error) = self.ports[index].post(index, &self.left, around.config) {
+                self.failed(index, error.into(), around, &mut done)?;
             }
         }
         Ok(())
@@ -269,24 +269,24 @@ impl Flush {
     /// When repeating is useless, or has failed for too long.
     pub(crate) fn poll(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) -> Result<bool> {
         let mut any = false;
-        for place in 0..self.ports.len() {
+        for index in 0..self.ports.len() {
             if self.pending == 0 {
                 break;
             }
             let Self { ports, left, pending } = self;
-            let taken = ports[place].take(|slot| {
-                if left[usize::from(slot)].end(place) {
+            let taken = ports[index].take(|slot| {
+                if left[usize::from(slot)].end(index) {
                     *pending -= 1;
                     done(slot);
                 }
             });
             let posted = taken.and_then(|taken| {
-                ports[place].post(place, left, around.config)?;
+                ports[index].post(index, left, around.config)?;
                 Ok(taken)
             });
             match posted {
                 Ok(taken) => any |= taken,
-                Err(failure) => self.failed(place, failure, around, &mut done)?,
+                Err(failure) => self.failed(index, failure, around, &mut done)?,
             }
         }
         Ok(any)
@@ -294,15 +294,15 @@ impl Flush {
 
     /// A port could not read.
     #[cold]
-    fn failed(&mut self, place: usize, failure: Failure, around: &Around<'_>, done: impl FnMut(u16)) -> Result<()> {
+    fn failed(&mut self, index: usize, failure: Failure, around: &Around<'_>, done: impl FnMut(u16)) -> Result<()> {
         let Failure { error, is_mistake } = failure;
-        let port = &mut self.ports[place];
+        let port = &mut self.ports[index];
         port.stop();
         if is_mistake {
             return Err(error);
         }
-        if around.is_over(place) {
-            self.give_up(place, done);
+        if around.is_over(index) {
+            self.give_up(index, done);
             return Ok(());
         }
         let now = Instant::now();
@@ -317,26 +317,26 @@ impl Flush {
             tracing::info!(target: NET, "a flush is made again over another queue pair: {error}");
         }
         port.failing = Some((since, now + NEXT_TRY.max((now - since) / 4)));
-        let is_left = |(_, left): &(usize, &Left)| left.ports & 1 << place != 0;
+        let is_left = |(_, left): &(usize, &Left)| left.ports & 1 << index != 0;
         port.waiting.extend(self.left.iter().enumerate().filter(is_left).map(|(slot, _)| slot as u16));
         Ok(())
     }
 
     /// No longer waits for ports that are down or cannot read, if nothing arrives over them any more.
     pub(crate) fn settle(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) {
-        for place in 0..self.ports.len() {
-            let port = &self.ports[place];
-            if self.pending > 0 && (port.is_out() || port.failing.is_some()) && around.is_over(place) {
-                self.give_up(place, &mut done);
+        for index in 0..self.ports.len() {
+            let port = &self.ports[index];
+            if self.pending > 0 && (port.is_out() || port.failing.is_some()) && around.is_over(index) {
+                self.give_up(index, &mut done);
             }
         }
     }
 
-    fn give_up(&mut self, place: usize, mut done: impl FnMut(u16)) {
-        self.ports[place].stop();
-        self.ports[place].failing = None;
+    fn give_up(&mut self, index: usize, mut done: impl FnMut(u16)) {
+        self.ports[index].stop();
+        self.ports[index].failing = None;
         for (slot, left) in self.left.iter_mut().enumerate() {
-            if left.end(place) {
+            if left.end(index) {
                 self.pending -= 1;
                 done(slot as u16);
             }
@@ -345,7 +345,7 @@ impl Flush {
 
     /// Stops the queue pair of a port as a failure would.
     #[cfg(test)]
-    fn break_port(&mut self, place: usize) {
-        self.ports[place].reader.as_mut().expect("it has read").fabric.qp(0).break_pair();
+    fn break_port(&mut self, index: usize) {
+        self.ports[index].reader.as_mut().expect("it has read").fabric.qp(0).break_pair();
     }
 }

@@ -26,7 +26,7 @@ pub(crate) enum Sent {
         /// Which part of it.
         share: Share,
     },
-    /// A short message in a place of the outbox.
+    /// A short message in a slot of the outbox.
     Short(Parcel),
 }
 

@@ -18,7 +18,7 @@ use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
 use super::cts::{CTS_BYTES, CTS_ENTRIES, Immediate, encode_credit};
-use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
+use super::eager::{EAGER_MAX, Head, INBOX_SLOTS, Inbox};
 use super::fabric::{Depth, Fabric, Qp};
 use super::flush::{self, Around, Flush};
 use super::pages::Pages;
@@ -42,12 +42,12 @@ const PUT_BACK: usize = 16;
 /// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
 /// whole group.
 pub(crate) const DEPTH: Depth =
-    Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (CTS_BYTES * MAX_PARTS) as u32 };
+    Depth { send: 128, receive: (SLOTS + INBOX_SLOTS + PUT_BACK) as u32, inline_bytes: (CTS_BYTES * MAX_PARTS) as u32 };
 
 /// The completion of one CTS entry in this many is requested: often enough that the queue never fills with silent ones.
 const SIGNAL_EVERY: u32 = 16;
 
-/// When no more places than this are left in the queue, every completion is requested: a group takes up to two.
+/// When no more entries than this are left in the queue, every completion is requested: a group takes up to two.
 const LOW: u32 = 3;
 
 /// Marks the completion of a receive; the low bits are the queue pair.
@@ -522,7 +522,7 @@ impl RdmaRecv {
         (data, wr_id): (*const u8, u64),
     ) -> Result<()> {
         let ahead = head.number.wrapping_sub(orders.peek(head.tag) as u32).cast_signed();
-        if ahead < 0 || ahead as usize >= PLACES {
+        if ahead < 0 || ahead as usize >= INBOX_SLOTS {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
         Counters::count(&self.base.counters.early, 1);
@@ -720,7 +720,7 @@ fn out_of_reach() -> Error {
 }
 
 impl State {
-    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for
+    /// Whether `count` more parts can be announced: request slots, slots in the ring that the sender has read, and room for
     /// the writes: two for a group at the ring's end, and one for a count of short messages.
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {

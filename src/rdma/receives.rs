@@ -88,7 +88,7 @@ pub(crate) struct Receives {
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
     open: VecDeque<u8>,
-    /// The slot announced by a CTS entry, by the entry's place in the ring.
+    /// The request slot announced by a CTS entry, by the entry's slot in the ring.
     announced: Box<[u8; CTS_ENTRIES]>,
     /// CTS entries that were written, and the last one that the sender has certainly read.
     written: u64,
@@ -120,7 +120,7 @@ impl Receives {
         self.free.len() >= count && self.can_announce(count)
     }
 
-    /// Whether the ring has places for this many entries.
+    /// Whether the ring has slots for this many entries.
     #[inline]
     pub(crate) fn can_announce(&self, count: usize) -> bool {
         (self.written - self.read) as usize + count <= CTS_ENTRIES

@@ -108,7 +108,7 @@ impl RingMemory {
     }
 }
 
-/// Sizes under way to the receiver's table, one place for each message that can be outstanding.
+/// Sizes under way to the receiver's table, one slot for each message that can be outstanding.
 struct Scratch {
     regions: Vec<MemoryRegion>,
     sizes: Pages<u64>,
@@ -247,11 +247,11 @@ const EAGER: u64 = 1 << 62;
 /// The write tests a new queue pair.
 const PROBE: u64 = 1 << 61;
 
-/// The content of a work request's id: which message, on which queue pair, how many places of the queue its completion frees,
+/// The content of a work request's id: which message, on which queue pair, how many entries of the work queue its completion frees,
 /// and whether it is the last one of a share.
 #[inline]
-fn work_id(key: usize, qp: usize, places: u32, is_last: bool) -> u64 {
-    key as u64 | (qp as u64) << 16 | u64::from(places) << 32 | if is_last { LAST } else { 0 }
+fn work_id(key: usize, qp: usize, entries: u32, is_last: bool) -> u64 {
+    key as u64 | (qp as u64) << 16 | u64::from(entries) << 32 | if is_last { LAST } else { 0 }
 }
 
 impl RdmaSend {
@@ -643,18 +643,18 @@ impl RdmaSend {
             let bytes = rest.min(longest);
             let at = job.share.offset + job.posted;
             let is_end = bytes == rest;
-            // The end of a share whose immediate is separate, perhaps with the size, takes two places.
-            let places = 1 + u32::from(is_end && (job.tells || is_apart));
-            if qp.room() < places {
+            // The end of a share whose immediate is separate, perhaps with the size, takes two entries.
+            let entries = 1 + u32::from(is_end && (job.tells || is_apart));
+            if qp.room() < entries {
                 return Ok(false);
             }
             if job.posted == 0 && self.base.events.has_sink() {
-                let places = 1 + u32::from(job.tells || is_apart);
-                self.report_share(&messages[job.key], job, places, false);
+                let entries = 1 + u32::from(job.tells || is_apart);
+                self.report_share(&messages[job.key], job, entries, false);
             }
             let local = Local { address: address + at, length: bytes as u32, key: local_key };
             let write = Work {
-                id: work_id(job.key, job.share.qp, places, is_end),
+                id: work_id(job.key, job.share.qp, entries, is_end),
                 local,
                 remote: Remote { address: job.to.address + at, key: job.to.key },
                 immediate: is_end.then_some(job.immediate),
@@ -662,7 +662,7 @@ impl RdmaSend {
                 is_inline: false,
                 is_signaled: true,
             };
-            if places == 1 {
+            if entries == 1 {
                 let end = End {
                     key: job.key,
                     qp: job.share.qp,
@@ -693,20 +693,20 @@ impl RdmaSend {
         let end = if job.tells {
             let address = &raw const scratch.sizes[job.key] as u64;
             let local = Local { address, length: SIZE, key: scratch.regions[qp.adapter].local_key() };
-            let place = self.target.sizes + u64::from(SIZE) * u64::from(job.slot);
+            let address = self.target.sizes + u64::from(SIZE) * u64::from(job.slot);
             let key = self.target.size_keys.get(qp.peer_port).copied().unwrap_or(0);
-            Work { local, remote: Remote { address: place, key }, is_inline: SIZE <= qp.inline_bytes(), ..write }
+            Work { local, remote: Remote { address, key }, is_inline: SIZE <= qp.inline_bytes(), ..write }
         } else {
             Work { local: Local { length: 0, ..write.local }, ..write }
         };
-        // SAFETY: as in `post`; the place in `scratch` is this message's until its last completion.
+        // SAFETY: as in `post`; the slot in `scratch` is this message's until its last completion.
         unsafe { qp.post(&[bytes, end]) }
     }
 
     /// Notes for the profiler that a queue pair takes its share, perhaps `again`. The work request is the share's last, whose
-    /// completion ends it and frees this many places.
+    /// completion ends it and frees this many entries.
     #[cold]
-    fn report_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
+    fn report_share(&self, message: &Message, job: &Job, entries: u32, again: bool) {
         let Share { qp, offset, length } = job.share;
         let chunk = Chunk {
             offset,
@@ -715,7 +715,7 @@ impl RdmaSend {
             message: u64::from(message.number),
             total: message.length,
             again,
-            wr_id: work_id(job.key, qp, places, true),
+            wr_id: work_id(job.key, qp, entries, true),
             ..Chunk::default()
         };
         self.base.events.chunk_begins(message.slot, 0, &chunk);

@@ -34,7 +34,7 @@ pub(crate) struct Stripes {
 /// The share of a message that one queue pair carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Share {
-    /// The queue pair: its place among those that are used.
+    /// The queue pair: its position among those that are used.
     pub qp: usize,
     /// Where the share starts in the message.
     pub offset: u64,
@@ -76,8 +76,8 @@ impl Stripes {
 
     /// The queue pair that a [`Share::qp`] means: shares count only queue pairs that are used.
     #[inline]
-    pub(crate) fn qp(&self, place: usize) -> usize {
-        self.order[place]
+    pub(crate) fn qp(&self, position: usize) -> usize {
+        self.order[position]
     }
 
     /// Divides a message of `length` bytes, and advances to the next queue pair.

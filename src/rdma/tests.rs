@@ -148,9 +148,9 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
 fn a_queue_that_is_reported_failed_fails_its_connection_and_no_other() {
     let plan = Plan { variables: &[("TOWLINE_RECOVERY", "0")], ..Plan::default() };
     let [ends, other] = [Ends::connect(&plan), Ends::connect(&plan)];
-    for (place, queue) in &ends.queues {
-        assert!(!other.receiving[*place].queue_failed(*queue, "CQ error"), "another connection's");
-        assert!(ends.receiving[*place].queue_failed(*queue, "CQ error"));
+    for (index, queue) in &ends.queues {
+        assert!(!other.receiving[*index].queue_failed(*queue, "CQ error"), "another connection's");
+        assert!(ends.receiving[*index].queue_failed(*queue, "CQ error"));
     }
     let target = vec![UNTOUCHED; 100];
     // SAFETY: the target outlives the connections.
@@ -167,7 +167,7 @@ fn a_queue_that_is_reported_failed_fails_its_connection_and_no_other() {
 }
 
 /// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested: with
-/// queues of a few places everything waits, and everything arrives.
+/// queues of a few entries everything waits, and everything arrives.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
@@ -289,7 +289,7 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
 }
 
 /// Everything that can be in the queues of all queue pairs is posted, and nothing is polled until all of it has completed:
-/// the completion queues have a place for each.
+/// the completion queues have an entry for each.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
@@ -374,7 +374,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
     }
 }
 
-/// The check of the test above can fail: a queue with fewer places than requests loses completions.
+/// The check of the test above can fail: a queue with fewer entries than requests loses completions.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_with_too_few_places_loses_completions() {

@@ -1,7 +1,7 @@
 //! Which interface a stream leaves by.
 //!
 //! If two interfaces are in one subnet, the kernel sends everything over the first. A stream that belongs to the second
-//! binds its socket to that interface, if this host's settings keep the interfaces apart ([`route::way`]). A bound
+//! binds its socket to that interface, if this host's settings keep the interfaces apart ([`route::egress`]). A bound
 //! socket also drops everything that arrives on another interface, so it cannot reach a peer whose answers come back by
 //! another path (asymmetric routes, a strict `rp_filter` on the peer's host). Therefore a bound socket gets little time
 //! to connect, the next attempt is not bound, and if only that one succeeds the process no longer binds for this peer.
@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 use super::link::Sock;
 use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
-use crate::os::route::{self, Way};
+use crate::os::route::{self, Egress};
 
 /// What the process has learned.
 #[derive(Debug, Default)]
@@ -37,7 +37,7 @@ impl Outlets {
         let key = (rail.index, to.ip());
         let is_known = self.unbindable.lock().unwrap_or_else(PoisonError::into_inner).contains(&key);
         !is_known
-            && matches!(route::way(rail.address.ip(), rail.index, to.ip()), Way::Bind(_))
+            && matches!(route::egress(rail.address.ip(), rail.index, to.ip()), Egress::Bind(_))
             && route::bind_to_interface(sock, rail.index).is_ok()
     }
 
@@ -52,10 +52,10 @@ impl Outlets {
             return;
         }
         let from = rail.address.ip();
-        let by = match route::way(from, rail.index, to.ip()) {
-            Way::AsRouted => return,
+        let by = match route::egress(from, rail.index, to.ip()) {
+            Egress::AsRouted => return,
             // `Bind`: the kernel refused to bind, or it did not help.
-            Way::Strays(by) | Way::Bind(by) => by,
+            Egress::Strays(by) | Egress::Bind(by) => by,
         };
         let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.reported, (rail.index, by))) else { return };
         let by = route::name_of(by).unwrap_or_else(|| "another interface".to_owned());

@@ -7,7 +7,7 @@ use crate::os::config::{Config, Family, Rails};
 use crate::os::error::Error;
 use crate::os::interfaces::{self, Filter, UNKNOWN_SPEED_MBPS, Wish};
 use crate::os::nccl_conf::Variables;
-use crate::os::route::{self, Way};
+use crate::os::route::{self, Egress};
 use crate::os::sysfs::Sysfs;
 use serde::Serialize;
 
@@ -213,7 +213,7 @@ fn corrections(names: &str, all: &[interfaces::Interface]) -> Vec<String> {
 /// The finding about an interface whose packets leave by another one in the same subnet.
 fn strays(one: &interfaces::Interface, all: &[interfaces::Interface]) -> Option<Finding> {
     let to = neighbour(one, all)?;
-    let Way::Strays(by) = route::way(one.address.ip(), one.index, to.into()) else { return None };
+    let Egress::Strays(by) = route::egress(one.address.ip(), one.index, to.into()) else { return None };
     let by = route::name_of(by)?;
     let what = format!(
         "packets from {} ({}) to its own subnet leave by {by}: {} does not carry its share",

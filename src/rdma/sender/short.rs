@@ -139,8 +139,8 @@ impl RdmaSend {
         let write = || Work {
             id: work_id(0, index, 1, false) | EAGER,
             local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(adapter) },
-            remote: Remote { address: inbox.of(parcel.place), key: inbox.keys[peer_port] },
-            immediate: Some(Immediate::eager(parcel.place, parcel.compressed).encode()),
+            remote: Remote { address: inbox.of(parcel.slot), key: inbox.keys[peer_port] },
+            immediate: Some(Immediate::eager(parcel.slot, parcel.compressed).encode()),
             is_read: false,
             is_inline: (1..=inline_bytes).contains(&parcel.bytes),
             is_signaled: true,
@@ -148,7 +148,7 @@ impl RdmaSend {
         if let Some(ledger) = ledger {
             ledger.sent(index, Sent::Short(parcel));
         }
-        // SAFETY: the outbox exists as long as the queue pairs, and its place is not reused until this write has completed.
+        // SAFETY: the outbox exists as long as the queue pairs, and its slot is not reused until this write has completed.
         unsafe { qp.post_one(write) }?;
         Counters::count(&self.base.counters.chunks, 1);
         Ok(())

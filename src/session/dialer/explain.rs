@@ -6,7 +6,7 @@ use super::{REFUSED_TEXT, TURNED_AWAY_TEXT, Target, UNANSWERED_TEXT};
 use crate::os::config::{Config, Family};
 use crate::os::error::{Cause, Error};
 use crate::os::interfaces::Rail;
-use crate::os::route::{self, Way};
+use crate::os::route::{self, Egress};
 use crate::session::link::NO_PORT_HINT;
 
 /// The failure with the peer, and with a better hint where the addresses give one.
@@ -84,7 +84,7 @@ fn of_this_host(peer: IpAddr, is_local: bool) -> Option<String> {
 
 /// This host's `rp_filter` drops answers on an interface that does not lead to the peer: mostly one of two in one subnet.
 fn filtered(peer: IpAddr, rail: &Rail) -> Option<String> {
-    let Way::Strays(by) = route::way(rail.address.ip(), rail.index, peer) else { return None };
+    let Egress::Strays(by) = route::egress(rail.address.ip(), rail.index, peer) else { return None };
     let by = route::name_of(by).filter(|_| peer.is_ipv4() && route::is_strict(rail.index))?;
     let name = &rail.name;
     Some(format!(
