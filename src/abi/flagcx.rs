@@ -7,9 +7,9 @@
 //! - Of a connection handle, 64 bytes reach the peer, which writes a pointer over the last 8. Ours takes 56.
 //! - `init` gives no logger, and there is no finalize. It joins the contexts of NCCL that live in the process.
 //! - `irecv` finds an `int` where it reads a `size_t`: only the lower half is a size.
-//! - The results of `listen`, `isend`, `irecv`, `test` and the closes are not read, and an error of `connect` or `accept` ends
-//!   nothing. A request that has failed is asked after for ever, and so is a peer that has died before it connected: the log
-//!   must say it (`guard`).
+//! - FlagCX ignores the results of `listen`, `isend`, `irecv`, `test` and the closes, and calls again after an error of
+//!   `connect` or `accept`. So it waits for ever for a request that has failed, and for a peer that died before it connected.
+//!   Only the log can tell the user (`guard`).
 //! - Its buffers are host memory where a device offers nothing else, and it does not flush them. Nothing else is offered.
 
 use std::ffi::{CStr, c_char, c_int, c_void};

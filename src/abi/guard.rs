@@ -42,15 +42,15 @@ fn tell(call: &'static str, error: &Error) {
     }
 }
 
-/// The calls whose failure ends nothing in FlagCX: what they were to start or to end, it waits for. It does not read the
-/// results of `listen`, `isend`, `irecv` and `test`; after an error of `connect` or `accept` its service thread calls again
-/// and does not tell FlagCX's thread that waits for the connection.
+/// The calls after whose failure FlagCX waits for ever. It ignores the results of `listen`, `isend`, `irecv` and `test`; after
+/// an error of `connect` or `accept` its service thread calls again, and the thread that waits for the connection goes on
+/// waiting.
 const AWAITED: [&str; 6] = ["listen", "connect", "accept", "isend", "irecv", "test"];
 
-/// For FlagCX, which calls again for ever where a failure ends nothing. It must not flood the log, and the log is the only one
-/// to say that the job stands still, also where NCCL's logger is in use and prints no warnings.
+/// For FlagCX, which repeats a call that failed. The same failure is logged once, or it would flood the log. It also goes to
+/// standard error, since NCCL's logger may print no warnings, and the user learns nowhere else that the job stands still.
 fn tell_where_nobody_reads(call: &'static str, error: &Error) {
-    /// A request failed, and the log says why. When it is asked after again, that error says nothing new.
+    /// A request failed, and the log has the reason. FlagCX tests the request again; the next error says only that it is over.
     static FAILED: AtomicBool = AtomicBool::new(false);
     if call == "test" && FAILED.swap(true, Ordering::Relaxed) && error.cause() == Cause::Usage {
         return;

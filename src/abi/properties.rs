@@ -12,7 +12,7 @@ use crate::plugin::facade;
 
 /// One version's struct of device properties.
 pub(super) trait Properties {
-    /// The latency of TCP that this version tells NCCL, in microseconds.
+    /// The latency of TCP that this version reports to NCCL, in microseconds.
     const TCP_LATENCY_US: f32;
     /// The struct for device number `dev`.
     fn new(dev: c_int, device: &'static DeviceProperties) -> Self;
@@ -38,7 +38,7 @@ macro_rules! properties {
             const TCP_LATENCY_US: f32 = $latency;
 
             fn new(dev: c_int, device: &'static DeviceProperties) -> Self {
-                // Not every version tells members, which alone need the number.
+                // Only members need the number, and not every version reports them.
                 let _ = dev;
                 Self {
                     name: device.name.as_ptr(),
@@ -70,7 +70,7 @@ macro_rules! properties {
 /// Leaves NCCL's own estimate in force, as its Socket does.
 const NCCLS_OWN: f32 = 0.0;
 
-/// What NCCL 2.13 to 2.18 and NCCL 2.19 are told. Later releases use a later version of the interface.
+/// The latency that NCCL 2.13 to 2.18 and NCCL 2.19 get. Later releases use a later version of the interface.
 ///
 /// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
 /// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a larger
@@ -79,7 +79,7 @@ const NCCLS_OWN: f32 = 0.0;
 /// as long as over Socket. NCCL 2.19 counts twice as much as 2.18 for a tree's step with Simple, so it keeps LL at 32 KiB
 /// anyway; more than 7 µs makes 2.18 do so, too, which takes 1.2 to 1.4 times as long (two H200, `benches/nccl_networks.sh`).
 ///
-/// All ranks must be told the same, or they choose differently and the job hangs: these are constants.
+/// All ranks must get the same value, or they choose differently and the job hangs: these are constants.
 const LATENCY_V6: f32 = 2.0;
 const LATENCY_V7: f32 = 30.0;
 
@@ -202,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        /// The latency decides the algorithm: ranks whose devices of one backend differ must be told the same.
+        /// The latency decides the algorithm: ranks whose devices of one backend differ must get the same value.
         #[test]
         fn the_latency_is_the_same_whatever_the_device(
             speed_mbps: i32, guid: u64, port: i32, ptr_support: i32, max_comms: i32, number in 0..16i32

@@ -141,7 +141,7 @@ unsafe extern "C" fn get_coll_info_v2(
     guard::<12>("getCollInfo", || {
         let Asker { shape, scope: Some(scope) } = undress(context) else { return Ok(()) };
         let Some(collective) = collective_of(collective) else { return Ok(()) };
-        // What the user excluded is not told, and a host with a collective network is meant to use it.
+        // NCCL does not pass on what the user excluded, and a host with a collective network is meant to use it.
         if !scope.without_table || coll_net != 0 {
             return Ok(());
         }

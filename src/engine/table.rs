@@ -190,10 +190,10 @@ impl<T: ?Sized> Table<T> {
         self.find_map(|object| is_wanted(object).then_some(())).is_some()
     }
 
-    /// What `look` finds in the first object in which it finds something. Visits each: not for the data path.
-    pub(crate) fn find_map<R>(&self, look: impl Fn(&T) -> Option<R>) -> Option<R> {
+    /// The first result of `find`, which is called with one object after the other: not for the data path.
+    pub(crate) fn find_map<R>(&self, find: impl Fn(&T) -> Option<R>) -> Option<R> {
         let mut places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
-        places.find_map(|place| place.read().as_deref().and_then(&look))
+        places.find_map(|place| place.read().as_deref().and_then(&find))
     }
 
     /// Whether the table is empty.

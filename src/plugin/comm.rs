@@ -16,16 +16,16 @@ pub(crate) struct ListenComm {
     pub profiler: Option<Arc<dyn events::Listener>>,
     /// The list of these connections.
     pub open: Arc<Open>,
-    /// Of a host that asks for ever (`facade::accept_or_report`).
+    /// For a host that repeats `accept` without a time limit (`facade::accept_or_report`).
     pub wait: Mutex<AcceptWait>,
 }
 
-/// How long a host has asked for the next peer.
+/// How long a host has called `accept` for the next peer.
 #[derive(Default)]
 pub(crate) struct AcceptWait {
-    /// Its first call.
+    /// The first of these calls.
     pub since: Option<Instant>,
-    /// Whether it has had an error for that.
+    /// Whether one of them has returned an error because no peer came.
     pub reported: bool,
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct InitArgs {
     pub api: u8,
     /// The communicator's id (v11 and later).
     pub comm_id: Option<u64>,
-    /// It is NCCL's one-sided interface: the communicator's other traffic may be another network's.
+    /// Whether NCCL's one-sided interface made it: another network may carry the communicator's other traffic.
     pub one_sided: bool,
     /// The communicator's traffic class, the whole byte (v11 and later; v10 gives it to `connect`).
     pub traffic_class: Option<u8>,
@@ -45,12 +45,12 @@ pub(crate) struct InitArgs {
 }
 
 impl InitArgs {
-    /// What the oldest interface gives: nothing but its version.
+    /// The arguments of the oldest interface, which passes nothing but its version.
     pub(crate) fn new(host: Host, api: u8) -> Self {
         Self { host, api, comm_id: None, one_sided: false, traffic_class: None, logger: None, profiler: None }
     }
 
-    /// For a communicator of a test.
+    /// The arguments for a communicator of a test.
     #[cfg(test)]
     pub(crate) fn of_test(comm: u64) -> Self {
         Self { comm_id: Some(comm), ..Self::new(Host::Nccl, 12) }
@@ -97,7 +97,7 @@ impl Left {
 pub(crate) struct Context {
     /// NCCL's id of the communicator; 0 before v11.
     comm_id: u64,
-    /// For one-sided operations alone.
+    /// Whether it serves one-sided operations only.
     one_sided: bool,
     /// The communicator's traffic class, if it has one.
     pub traffic_class: Option<u8>,

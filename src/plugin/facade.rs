@@ -82,7 +82,7 @@ pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<Option<u8>, &'s
     process().offers_one_sided(comm)
 }
 
-/// One-sided operations were declined to a communicator.
+/// Records that Towline declined a communicator's one-sided operations.
 pub(crate) fn one_sided_declined() {
     process().one_sided_declined.store(true, Ordering::Relaxed);
 }
@@ -95,8 +95,8 @@ pub(crate) fn connect_timeout() -> Result<Duration> {
     Ok(process().net()?.config.connect_timeout)
 }
 
-/// How long a connection may take to recover, at the longest: after that its requests have failed, unless the peer's process is
-/// alive and stopped.
+/// The longest that a connection takes to recover. After that its requests have failed, unless the peer's process is alive and
+/// stopped.
 ///
 /// # Errors
 /// When `init` has not been called.
@@ -277,7 +277,7 @@ fn accept_from(listen: &ListenComm) -> Result<Option<usize>> {
     listen.listening.accept()?.map(|conn| connected((&listen.profiler, &listen.open), Comm::Recv(conn))).transpose()
 }
 
-/// As [`accept`], for a host that asks for ever.
+/// As [`accept`], for a host that repeats the call without a time limit.
 ///
 /// # Errors
 /// As [`accept`]; and once for each peer, when none has come within TOWLINE_CONNECT_TIMEOUT of the first call for it. A peer

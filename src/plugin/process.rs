@@ -37,7 +37,7 @@ pub(crate) struct Process {
     pub backends: Backends,
     net: OnceLock<Arc<Net>>,
     default_context: AtomicUsize,
-    /// One-sided operations were declined to a communicator, and NCCL asks for them no more.
+    /// Towline declined a communicator's one-sided operations. After that NCCL does not ask it for any communicator's.
     pub(crate) one_sided_declined: AtomicBool,
     initialising: Mutex<()>,
 }
@@ -347,7 +347,7 @@ mod tests {
         assert!(process.devices.count() > 0, "NCCL stays with a plugin that has devices");
     }
 
-    /// Its collectives may be another network's, and advice would be wrong there.
+    /// Another network may carry the communicator's collectives, and advice would be wrong there.
     #[test]
     fn a_context_for_one_sided_operations_alone_carries_no_communicator() {
         let process = Process::new(0);

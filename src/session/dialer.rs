@@ -85,7 +85,7 @@ enum Stage {
 struct Begin {
     at: Instant,
     epoch: u16,
-    /// The attempts are counted as if there had been so many before.
+    /// The attempts are counted as if there had been this many before.
     tries: u32,
     /// When the repair begins, and not earlier: while a stream waits to move back to its own rails, a repair by another
     /// thread is possible.

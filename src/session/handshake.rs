@@ -348,7 +348,7 @@ pub struct Welcome {
     /// The connection's number, for further streams.
     pub connection: u64,
     /// For a stream that comes back: how many frames of its previous epoch were received. With [`CLOSED`]: the
-    /// connection is closed, and had received so many messages.
+    /// connection is closed, and had received this many messages.
     pub received: u64,
     /// A name for messages.
     pub label: String,

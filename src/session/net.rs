@@ -232,7 +232,7 @@ impl Net {
         lock(&self.listening).remove(&connection);
     }
 
-    /// A receiving connection was closed with nothing outstanding, after so many messages.
+    /// A receiving connection was closed with nothing outstanding, after this many messages.
     pub(crate) fn remember_closed(&self, link: &Link, received: u64) {
         lock(&self.tombstones).add(link, received, self.config.peer_timeout);
     }

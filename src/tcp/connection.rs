@@ -4,8 +4,10 @@
 //! A [`Direction`] adds its protocol core and what it does on a stream. All calls between the two are resolved when
 //! the library is compiled.
 //!
-//! Locks, in order: a stream (try-lock on the data path), then the state. The state's lock is held for bookkeeping and
-//! for copies of at most one chunk, never across a system call.
+//! Locks, in order: a stream (try-lock on the data path), the state, and one of the small ones (outbox, monitors, inquiry,
+//! deliveries and so on). The state's lock is held for bookkeeping and for copies of at most one chunk, never across a
+//! system call. A thread that holds a small lock takes no other but that of [`Ended`]; only the sender's epoch numbers are
+//! locked before the state.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -53,7 +55,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     #[inline]
     fn unfinished(_conn: &Connection<Self>) {}
 
-    /// Starts the streams that can send messages of so many bytes.
+    /// Starts the streams that can send messages of this many bytes.
     fn wake_streams(_conn: &Connection<Self>, _bytes: u64) {}
 
     /// The control thread polls the first stream because NCCL's proxy thread does not, or has finished doing so.

@@ -208,7 +208,7 @@ pub struct SendCore {
     again: VecDeque<Flight>,
     credit_used: u64,
     credit_limit: u64,
-    /// Frames of the first stream, and bytes of credit, that were out when [`SendCore::should_read_acks`] was last so.
+    /// Frames sent on the first stream, and bytes of credit used, when [`SendCore::should_read_acks`] last returned true.
     at_last_read: (u64, u64),
     streams: Vec<Stream>,
     /// Connected streams beyond the first.
@@ -514,7 +514,6 @@ impl SendCore {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
-        // By frames, or by bytes of credit.
         let (frames_since, used_since) = (frames - self.at_last_read.0, used - self.at_last_read.1);
         let due = out && (frames_since >= POLL_EVERY || used_since >= EAGER_WINDOW / 16);
         if due {
@@ -653,7 +652,7 @@ impl SendCore {
         is_better_left
     }
 
-    /// Bytes of the next so many long messages that are ready and that no stream has taken yet.
+    /// Bytes of the next `messages` long messages that are ready and that no stream has taken yet.
     fn ready(&self, messages: usize) -> u64 {
         self.long.iter().take(messages).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum()
     }
@@ -1022,7 +1021,7 @@ mod tests {
             }
             core.should_read_acks()
         };
-        assert!(!send(&mut core, ACK_EVERY), "the receiver has nothing to say yet");
+        assert!(!send(&mut core, ACK_EVERY), "the receiver acknowledges nothing yet");
         assert!(send(&mut core, 1));
         assert!(!send(&mut core, POLL_EVERY - 1) && send(&mut core, 1), "not at every message");
         core.end_epoch(0, 0);

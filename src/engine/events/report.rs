@@ -15,7 +15,7 @@ use crate::os::ticks::Ticks;
 
 /// For a patient listener, the notes of unfinished requests are read only in one of this many calls: a thread that reads
 /// them in a loop takes their memory away from the writers. NCCL's thread tests all its requests in turn, thousands of
-/// times per millisecond; within the time of so many calls no path fills its list.
+/// times per millisecond; within the time of this many calls no path fills its list.
 pub(super) const CALLS: u32 = 1024;
 
 /// What NCCL's threads keep, one at a time: the transfers, and what is reported with their pieces.

@@ -298,13 +298,13 @@ impl Context {
         Ok(unsafe { gid.raw })
     }
 
-    /// The used entries of the GID tables of all ports, at most so many; none when this libibverbs or kernel cannot say.
+    /// The used entries of the GID tables of all ports, at most this many; none when this libibverbs or kernel cannot say.
     pub(crate) fn gid_entries(&self, most: usize) -> Option<Vec<RawGidEntry>> {
         let ask = self.0.verbs.query_gid_table?;
         let blank = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: 0, interface: 0 };
         let mut entries = vec![blank; most];
         let asked = patiently(|| {
-            // SAFETY: an open context, and room for so many entries of that size.
+            // SAFETY: an open context, and room for this many entries of that size.
             let count = unsafe { ask(self.raw(), entries.as_mut_ptr(), most, 0, size_of::<RawGidEntry>()) };
             let code = i32::try_from(count.unsigned_abs()).unwrap_or(libc::EIO);
             usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(code))

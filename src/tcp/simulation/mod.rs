@@ -108,7 +108,7 @@ fn setting(name: &str, default: u64) -> u64 {
 /// How many seeds are played of each game.
 const SEEDS: u64 = 20_000;
 
-/// Plays one in `one_in` of so many seeds on all cores, and names the first that fails.
+/// Plays one in `one_in` of this many seeds on all cores, and names the first that fails.
 pub(crate) fn play_all(one_in: u64, game: fn(u64)) {
     let first = setting("TOWLINE_SIM_FIRST", 1);
     let end = first + (setting("TOWLINE_SIM_SEEDS", SEEDS) / one_in).max(1);
