@@ -15,9 +15,14 @@
 //! `groups` moves messages in groups of PARTS, which one receive takes, each part with a tag of its own; two groups are in
 //! flight. Prints the bandwidth in MB/s.
 
+#[path = "../tests/support/pair.rs"]
+#[allow(dead_code, unreachable_pub, reason = "tests use all of it")]
+mod pair;
+
 use std::time::{Duration, Instant};
 
-use towline::host::{Context, Memory, Mr, Net, Pair, Part, RecvComm, Request, SendComm};
+use pair::Pair;
+use towline::host::{Context, Memory, Mr, Net, Part, RecvComm, Request, SendComm};
 
 /// Groups in flight.
 const AHEAD: usize = 2;

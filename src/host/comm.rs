@@ -18,8 +18,8 @@ use super::memory::Memory;
 use super::table::{RawPart, Table};
 use crate::nccl::ffi;
 
-/// How long the convenience calls wait before they give up.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// How long `post` waits for a free request.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Calls `attempt` until it yields something, giving way to other threads in between.
 pub(super) fn until<T>(

@@ -5,7 +5,6 @@
 
 use std::ffi::{c_int, c_void};
 use std::path::Path;
-use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -264,9 +263,6 @@ impl std::fmt::Debug for Handle {
         write!(f, "Handle({} bytes)", self.size)
     }
 }
-
-/// Nothing to register, or a plugin that gave nothing back: the NULL memory handle.
-pub const NO_MR: *mut c_void = null_mut();
 
 /// The kinds of memory that `reg_mr` knows: host memory.
 pub const PTR_HOST: c_int = ffi::NCCL_PTR_HOST as c_int;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::os::error::{Error, Result};
 
 /// The file name that NCCL looks for when no plugin is named.
-pub const DEFAULT_FILE: &str = "libnccl-net.so";
+pub(crate) const DEFAULT_FILE: &str = "libnccl-net.so";
 
 /// A version of NCCL's network plugin interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

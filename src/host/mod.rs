@@ -4,14 +4,11 @@
 //! exports `ncclNetPlugin_v4` to `_v12`, and what they prove is what NCCL would see.
 //!
 //! ```no_run
-//! use towline::host::{ApiVersion, Net, Pair, Plugin};
+//! use towline::host::{ApiVersion, Net, Plugin};
 //!
 //! let net = Net::of(&Plugin::open_default()?, Some(ApiVersion::V8))?;
 //! let context = net.init()?;
 //! println!("{} has {} devices", net.name(), context.devices()?);
-//! let pair = Pair::connect(&context, 0)?;
-//! assert_eq!(pair.transfer(b"hello")?, b"hello");
-//! pair.close()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -19,7 +16,7 @@
 //! - [`Plugin`] is an opened library, [`Net`] one API version of it, [`Context`] one communicator's use of that.
 //! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
 //!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
-//! - [`Memory`] is a buffer with guards on both sides, [`Pair`] a connection within this process.
+//! - [`Memory`] is a buffer with guards on both sides.
 //! - [`log`](mod@log) is NCCL's logger; [`profiler`] drives the plugin's own profiler.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
 //!
@@ -32,16 +29,15 @@ mod context;
 mod library;
 pub mod log;
 mod memory;
-mod pair;
 pub mod profiler;
 mod properties;
 mod table;
 
 pub use code::{Code, Result};
-pub use comm::{Listener, Mr, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
-pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
-pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
+pub use comm::{Listener, Mr, Part, RecvComm, Request, SendComm, Sizes};
+pub use context::{Context, Handle, Init, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
+pub(crate) use library::DEFAULT_FILE;
+pub use library::{ApiVersion, Plugin};
 pub use memory::Memory;
-pub use pair::Pair;
 pub use properties::Properties;
 pub use table::Table;

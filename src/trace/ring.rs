@@ -83,7 +83,13 @@ impl Ring {
     /// Adds `count` records, one behind the other, that `make` builds for their places in turn; or none of them when there is
     /// no room for all. Whether it has. Places cost one exchange with other producers instead of `count`.
     #[inline]
-    pub(crate) fn push_all(&self, thread: u64, room: Room, count: usize, mut make: impl FnMut(Place) -> Record) -> bool {
+    pub(crate) fn push_all(
+        &self,
+        thread: u64,
+        room: Room,
+        count: usize,
+        mut make: impl FnMut(Place) -> Record,
+    ) -> bool {
         let shard = shard_of(thread);
         let Some(first) = self.claim(&self.shards[shard], room, count as u64) else { return false };
         for position in first..first + count as u64 {

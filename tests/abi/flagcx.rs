@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox};
 use crate::support::flagcx::{End, FlagCx, FlagCxHandle, Object};
+use crate::support::pair::Pair;
 use crate::support::{context, eventually, pattern, plugin, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, PTR_CUDA, PTR_HOST, Pair};
+use towline::host::{ApiVersion, Code, PTR_CUDA, PTR_HOST};
 use towline::nccl::ffi::flagcxNetAdaptor_v1_t;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,7 +1,8 @@
 //! The host against the built library: what other tests take for granted.
 
+use crate::support::pair::Pair;
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Net, Pair, Plugin};
+use towline::host::{ApiVersion, Code, Context, Net, Plugin};
 
 fn context(version: ApiVersion) -> Context {
     let plugin = Plugin::open_default().expect("the library lies beside the test");

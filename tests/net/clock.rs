@@ -5,8 +5,9 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, context, part, pattern, watchdog};
-use towline::host::{ApiVersion, Context, Memory, Pair, Part};
+use towline::host::{ApiVersion, Context, Memory, Part};
 
 /// Without it the clock is left as it is.
 const CONSENT: &str = "TEST_MAY_SET_CLOCK";

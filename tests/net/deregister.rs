@@ -6,9 +6,10 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, context, eventually, is_over_rdma, key_file, outcome, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Memory, Mr, PTR_HOST, Pair, Part};
+use towline::host::{ApiVersion, Code, Memory, Mr, PTR_HOST, Part};
 
 /// Fits a header's input buffer, needs none of the workers, needs all of them.
 const SIZES: [usize; 3] = [8, 4 << 10, 1 << 20];

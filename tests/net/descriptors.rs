@@ -4,9 +4,10 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, context, eventually, pattern, sockets, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Pair};
+use towline::host::{ApiVersion, Code, Context};
 
 /// How many descriptors a process has here.
 const LIMIT: u64 = 200;

@@ -5,8 +5,9 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use crate::support::netns::{Namespace, available};
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, pair, part, pattern, watchdog};
-use towline::host::{ApiVersion, Memory, Pair, Part};
+use towline::host::{ApiVersion, Memory, Part};
 
 /// No packet gets through for so long.
 const GAP: Duration = Duration::from_millis(20);

@@ -8,11 +8,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::support::child::alone;
+use crate::support::pair::Pair;
 use crate::support::proxy::Trickle;
 use crate::support::strict::{Told, Transfer, callback, inside};
 use crate::support::told::{NEWEST, finish, listened, moved, pair, receive, send};
 use crate::support::{PATIENCE, is_over_rdma, net, part, pattern, watchdog};
-use towline::host::{ApiVersion, Init, Memory, Pair};
+use towline::host::{ApiVersion, Init, Memory};
 use towline::nccl::ffi::ncclProfilerCallback_t;
 use towline::nccl::net_event::{PLUGIN_ID, PLUGIN_ID_SOCKET};
 

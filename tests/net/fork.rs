@@ -5,8 +5,9 @@ use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, net, outcome, pair, part, pattern, raw, watchdog};
-use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Handle, Memory, Part};
 
 /// The death of a process whose end the kernel tells by resets is promised to be noticed within a second. Over sockets 0.8 s
 /// of refusals make it sure, so that a quarter of a second is left for a machine that runs other tests. RDMA asks the dead

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::{Guarded, MAILBOX, Mailbox};
 use crate::support::hostile::Hostile;
+use crate::support::pair::Pair;
 use crate::support::proxy::{Proxy, Way, address_of, lead_to};
 use crate::support::{PATIENCE, child, context, eventually, net, pair, part, pattern, raw, versions, watchdog};
 use towline::host::log::{Capture, Record};
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part};
 use towline::nccl::ffi;
 use towline::session::frame::Type;
 use towline::session::handshake::{VERSION_MAX, VERSION_MIN};

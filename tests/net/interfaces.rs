@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use crate::support::child::{self, Guarded, Mailbox};
 use crate::support::netns::{Namespace, available, two_hosts};
+use crate::support::pair::Pair;
 use crate::support::proxy::{address_of, lead_to};
 use crate::support::{PATIENCE, context, part, pattern, watchdog};
 use socket2::{Domain, Socket, Type};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Handle, Memory, Part};
 
 const SIZE: usize = 4 << 20;
 const MESSAGES: usize = 3;

@@ -8,10 +8,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox};
+use crate::support::pair::Pair;
 use crate::support::{
     PATIENCE, context, eventually, is_over_rdma, net, outcome, pair, part, pattern, version_of, versions, watchdog,
 };
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Pair, Part, Plugin, RecvComm, SendComm, Table};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Part, Plugin, RecvComm, SendComm, Table};
 use towline::nccl::ffi;
 
 fn connect(context: &Context, handle: &mut Handle) -> SendComm {

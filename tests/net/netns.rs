@@ -337,7 +337,7 @@ fn an_interface_that_vanished_is_told_at_listen() {
         let told = log.records().into_iter().filter(|record| record.is_warning() && record.text.contains("eth1"));
         assert!(told.count() >= 1, "{version}: {:?}", log.records());
         // The other one works.
-        let pair = towline::host::Pair::connect(&context, 0).expect("a connection");
+        let pair = crate::support::pair::Pair::connect(&context, 0).expect("a connection");
         assert!(pair.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
         crate::support::netns::ip("link add eth1 type veth peer name peer1");
         crate::support::netns::ip("address add 10.78.1.1/24 dev eth1");

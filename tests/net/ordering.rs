@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, eventually, pair, part, pattern, versions, watchdog};
 use proptest::prelude::*;
-use towline::host::{ApiVersion, Memory, Pair, Part, RecvComm, Request, SendComm};
+use towline::host::{ApiVersion, Memory, Part, RecvComm, Request, SendComm};
 
 /// Posts a receive for one buffer.
 fn receive(recv: &RecvComm, target: &Memory, tag: i32) -> Request {

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::injector::{FAULTY_CALLS, faulty_calls};
 use crate::support::netns::{Namespace, available};
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, descriptors, eventually, net, number, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Init, Memory, Pair, Part, Request};
+use towline::host::{ApiVersion, Code, Context, Init, Memory, Part, Request};
 
 const ROLE: &str = "under fire";
 

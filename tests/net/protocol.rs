@@ -5,10 +5,11 @@
 use std::net::TcpListener;
 
 use crate::support::hostile::{Hostile, NAME, secret_of};
+use crate::support::pair::Pair;
 use crate::support::proxy::address_of;
 use crate::support::{PATIENCE, child, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part, SendComm};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part, SendComm};
 use towline::session::frame::{EAGER, HEADER, Header, Type};
 use towline::session::handshake::{Secret, Wish};
 use towline::tcp::ack::Ack;

@@ -3,10 +3,11 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use crate::support::{
     PATIENCE, child, context, descriptors, eventually, listening, pattern, resident_kib, sockets, threads, watchdog,
 };
-use towline::host::{ApiVersion, Context, Pair};
+use towline::host::{ApiVersion, Context};
 
 const COMMUNICATORS: usize = 100;
 const PER_COMMUNICATOR: usize = 10;

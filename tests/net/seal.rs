@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, MAILBOX, Mailbox};
+use crate::support::pair::Pair;
 use crate::support::proxy::{Proxy, Way};
 use crate::support::{PATIENCE, context, eventually, outcome, part, pattern, versions, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part};
 
 /// Bytes of the handshake on each way, without and with encryption; the last 8 forth are the connection's number.
 const FORTH: [usize; 2] = [16 + 512 + 8, 16 + 512 + 48 + 8];

@@ -3,9 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use crate::support::proxy::Trickle;
 use crate::support::{PATIENCE, child, context, eventually, pair, part, pattern, resident_kib, sockets, watchdog};
-use towline::host::{ApiVersion, Context, Memory, Pair, Part, Request};
+use towline::host::{ApiVersion, Context, Memory, Part, Request};
 
 /// What both sides may need for a connection that does not move: the copies and the staging buffers of a window of early
 /// messages (512 KiB each), and what the allocator keeps.

@@ -4,8 +4,9 @@ use std::ffi::c_int;
 
 use crate::support::netns::{self, Namespace};
 use crate::support::one_sided::{COMM, ON, listening_in};
+use crate::support::pair::Pair;
 use crate::support::{child, net, pattern, watchdog};
-use towline::host::{ApiVersion, Init, Pair};
+use towline::host::{ApiVersion, Init};
 
 /// The class that the packets of a socket carry, by address family.
 fn class_of(fd: i32) -> Option<c_int> {

@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::ptr::null_mut;
 use std::time::Duration;
 
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, net, pair, part, pattern, version_of, versions, watchdog};
-use towline::host::{ApiVersion, Code, Memory, Pair, Part, SendComm};
+use towline::host::{ApiVersion, Code, Memory, Part, SendComm};
 
 /// Around every boundary that the transport has or that NCCL uses: a word, a line of LL128, a page, the LL slot, the
 /// Simple step, a large message.

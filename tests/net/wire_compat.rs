@@ -3,8 +3,9 @@
 //!
 //! The older library comes from `TOWLINE_OLDER_LIBRARY`; `tests/wire_compat.sh` builds one and runs this.
 
+use crate::support::pair::Pair;
 use crate::support::{child, context, key_file_of, pattern, versions, watchdog};
-use towline::host::{ApiVersion, Context, Init, Net, Pair, Plugin};
+use towline::host::{ApiVersion, Context, Init, Net, Plugin};
 
 const SIZES: [usize; 8] = [0, 1, 129, 4096, (16 << 10) + 1, (64 << 10) + 1, 512 << 10, (4 << 20) + 3];
 

@@ -15,8 +15,9 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use towline::host::profiler::Profiler;
-use towline::host::{ApiVersion, Init, Memory, Net, Pair, Part, Plugin};
+use towline::host::{ApiVersion, Init, Memory, Net, Part, Plugin};
 use towline::nccl::ffi::*;
 use towline::nccl::net_event::{FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
 

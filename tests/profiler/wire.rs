@@ -9,8 +9,9 @@ use std::ffi::c_void;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use crate::support::pair::Pair;
 use towline::host::profiler::{Event, Profiler, StepHandle};
-use towline::host::{ApiVersion, Context, Init, Memory, Net, Pair, Part, Plugin, Request};
+use towline::host::{ApiVersion, Context, Init, Memory, Net, Part, Plugin, Request};
 use towline::nccl::ffi::*;
 use towline::trace::event::Kind;
 

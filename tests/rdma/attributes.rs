@@ -8,9 +8,10 @@
 
 use crate::support::injector::{Injector, faulty_verbs};
 use crate::support::machine::machine;
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Init, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Init, Memory, Part};
 
 /// Runs the test `name` in a process with the injector and these variables.
 fn watched(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {

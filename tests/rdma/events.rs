@@ -9,10 +9,11 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use crate::support::child::alone;
+use crate::support::pair::Pair;
 use crate::support::strict::{Told, Transfer, callback};
 use crate::support::told::{NEWEST, finish, moved, pair, receive, send};
 use crate::support::{net, pattern, watchdog};
-use towline::host::{Init, Memory, Pair};
+use towline::host::{Init, Memory};
 use towline::nccl::net_event::{PLUGIN_ID, PLUGIN_ID_IB, SOMEWHERE};
 use towline::trace::event::{Body, Carrier, state};
 use towline::trace::perfetto::read::read;

@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, eventually, net, number, pattern, watchdog};
 use towline::host::log::{self, Subscription};
 use towline::host::{
-    ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Pair, Part, RecvComm, Request, SendComm, Sizes,
+    ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Part, RecvComm, Request, SendComm, Sizes,
 };
 
 /// How long a run lasts when `RDMA_FAULTS` does not say.

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use crate::support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
 use crate::support::machine::{TcpEnd, machine, reset};
+use crate::support::pair::Pair;
 use crate::support::strict::{Told, callback};
 use crate::support::told::moved;
 use crate::support::{PATIENCE, child};
 use crate::support::{at_end, context, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Context, Init, Memory, Pair, Part, Request};
+use towline::host::{ApiVersion, Context, Init, Memory, Part, Request};
 
 /// A link of the machine: its ends, and their addresses.
 #[derive(Clone, Copy)]

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::child;
 use crate::support::machine::machine;
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, eventually, outcome, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Memory, Part};
 
 /// Sets a link of the machine up or down. The kernel forgets neighbours with the link.
 fn set_link(name: &str, up: bool) {

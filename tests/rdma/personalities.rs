@@ -8,9 +8,10 @@
 use std::time::{Duration, Instant};
 
 use crate::support::injector::{Injector, faulty_verbs};
+use crate::support::pair::Pair;
 use crate::support::{PATIENCE, child, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Handle, Listener, Memory, Pair, Part, RecvComm, SendComm};
+use towline::host::{ApiVersion, Code, Context, Handle, Listener, Memory, Part, RecvComm, SendComm};
 
 /// What a test reads in the log is at INFO.
 const LOG: [(&str, &str); 2] = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")];

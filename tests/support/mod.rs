@@ -20,6 +20,7 @@ pub mod machine;
 pub mod netns;
 pub mod notices;
 pub mod one_sided;
+pub mod pair;
 pub mod proxy;
 pub mod raw;
 pub mod rma;
@@ -32,7 +33,9 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline::host::{ApiVersion, Code, Context, Init, Mr, Net, Pair, Part, Plugin, Request, Sizes};
+use towline::host::{ApiVersion, Code, Context, Init, Mr, Net, Part, Plugin, Request, Sizes};
+
+use pair::Pair;
 
 /// Every version that the library must offer; under `TEST_NEWEST` the newest alone. A slow machine runs most
 /// tests with that one, and a few with all of them.

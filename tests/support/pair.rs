@@ -3,12 +3,12 @@
 //! Guarantees: both ends are ready to transfer; the convenience calls wait at most [`PATIENCE`] and, when that is
 //! over, leak the buffers that the plugin may still be using.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::code::{Code, Result};
-use super::comm::{Listener, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
-use super::context::{Context, Handle};
-use super::memory::Memory;
+use towline::host::{Code, Context, Handle, Listener, Memory, Part, RecvComm, Request, Result, SendComm, Sizes};
+
+/// How long the convenience calls wait before they give up.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A connected sender and receiver in one process.
 pub struct Pair {

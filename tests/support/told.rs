@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use towline::host::{ApiVersion, Init, Memory, Pair, Part, Request};
+use towline::host::{ApiVersion, Init, Memory, Part, Request};
 use towline::nccl::ffi::ncclProfilerCallback_t;
 
+use super::pair::Pair;
 use super::strict::{Told, Transfer, callback, inside};
 use super::{PATIENCE, net, part};
 
