@@ -513,7 +513,8 @@ impl Writer {
         }
         if let Some(trace) = &mut self.trace {
             let lost = trace.file().lost();
-            if lost > 0 {
+            // Where writing failed, that was said.
+            if lost > 0 && !self.complained {
                 let what = format!("the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT)");
                 say(Level::Warn, &what);
             }

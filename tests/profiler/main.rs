@@ -10,6 +10,7 @@ mod chain;
 mod chain_wire;
 mod check;
 mod dashboard;
+mod disk;
 mod figures;
 mod gpu;
 mod host;
@@ -51,6 +52,7 @@ fn scenario() {
         ("stuck", args) => why::play(args),
         ("several", args) => why::play_several(args),
         ("metrics", _) => dashboard::play(),
+        ("disk", calls) => disk::play(calls.parse().unwrap()),
         ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),

@@ -1,7 +1,7 @@
 //! `towline why` beside jobs that stand still: which rank it names, and that it names none in a healthy one.
 
 use std::ffi::c_void;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use towline::nccl::ffi::*;
 
+use super::disk::Disk;
 use super::gpu::{self, Gpu};
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
@@ -460,41 +461,16 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
 }
 
-/// A file system of a mebibyte in memory.
-struct Disk(tempfile::TempDir);
-
-impl Disk {
-    fn new() -> Self {
-        let disk = Self(tempfile::tempdir().unwrap());
-        let done =
-            Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "towline-test"]).arg(disk.0.path()).status();
-        assert!(done.expect("mount runs").success(), "this test needs root; TOWLINE_SKIP_NETNS=1 leaves it out");
-        disk
-    }
-
-    /// Leaves no byte free.
-    fn fill(&self) {
-        let mut file = std::fs::File::create(self.0.path().join("filler")).unwrap();
-        while file.write_all(&[7; 512]).is_ok() {}
-    }
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
-    }
-}
-
 #[test]
 fn on_a_full_disk_the_rank_that_does_not_enter_is_named_and_not_those_whose_files_are_old() {
     if !available() {
         return;
     }
-    let disk = Disk::new();
-    let job = Job::start(disk.0.path(), 3, "stay", "wait");
+    let disk = Disk::new(1);
+    let job = Job::start(disk.path(), 3, "stay", "wait");
     disk.fill();
     std::thread::sleep(Duration::from_secs(9));
-    let (said, code) = why(disk.0.path());
+    let (said, code) = why(disk.path());
     let finding = &said["findings"][0];
     assert_eq!((code, &finding["kind"]), (1, &"behind".into()), "{said}");
     assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{said}");

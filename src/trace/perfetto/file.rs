@@ -6,6 +6,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +26,10 @@ const EARLIER: &str = "earlier";
 /// A part of a trace that would be shorter is not begun.
 const LEAST: u64 = 256 << 10;
 
+/// So much of the file's last page is free after each write, for the packet that marks its end: it then needs no further page of
+/// a disk that is full.
+const LAST_ROOM: usize = 256;
+
 /// Field 1 (`Trace.packet`), length-delimited.
 const PACKET_TAG: u8 = 0x0a;
 
@@ -35,6 +40,10 @@ pub(crate) struct TraceFile {
     path: PathBuf,
     /// Bytes that are in the file.
     written: u64,
+    /// Bytes that are in the file before it.
+    earlier: u64,
+    /// The disk has less room than a new file needs that is to become as long as this one.
+    scarce: bool,
     /// Bytes that are not yet.
     buffer: Vec<u8>,
     /// Room for one packet.
@@ -69,6 +78,8 @@ impl TraceFile {
             file,
             path,
             written: 0,
+            earlier: 0,
+            scarce: false,
             buffer: Vec::new(),
             packet: Vec::new(),
             limit,
@@ -80,9 +91,9 @@ impl TraceFile {
         })
     }
 
-    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached.
+    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached, or half of what the disk has.
     pub(crate) fn is_due(&self) -> bool {
-        self.may_turn && !self.full && self.end() + LEAST / 4 > self.limit / 2
+        self.may_turn && !self.full && (self.scarce || self.end() + LEAST / 4 > self.limit / 2)
     }
 
     /// Goes on in a new file. What was written stays beside it as `….earlier.pftrace`, in place of the part before it: the
@@ -93,9 +104,9 @@ impl TraceFile {
     pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.may_turn = false;
         self.flush()?;
-        std::fs::rename(&self.path, self.path.with_extension(format!("{EARLIER}.{ENDING}")))?;
+        std::fs::rename(&self.path, self.path_of_earlier())?;
+        (self.earlier, self.written, self.scarce) = (self.written, 0, false);
         self.file = open_new(&self.path)?;
-        self.written = 0;
         self.turns += 1;
         Ok(())
     }
@@ -118,6 +129,10 @@ impl TraceFile {
     /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn path_of_earlier(&self) -> PathBuf {
+        self.path.with_extension(format!("{EARLIER}.{ENDING}"))
     }
 
     /// Packets that were left out.
@@ -166,23 +181,54 @@ impl TraceFile {
         now
     }
 
-    /// Writes what was added. When the disk takes only a part, the file is cut back to its last whole packet and
-    /// tracing ends.
+    /// Writes what was added. On a full disk the file before this one makes room; where there is none, the file is cut back to its
+    /// last whole packet and tracing ends.
+    ///
+    /// # Errors
+    /// Those of the file system; tracing has ended.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         if self.buffer.is_empty() {
             return Ok(());
         }
-        let result = self.file.write_all(&self.buffer);
+        let left = PAGE - (self.end() % PAGE as u64) as usize;
+        if left < LAST_ROOM && !self.full {
+            fill(&mut self.buffer, left);
+            fill(&mut self.buffer, 2);
+        }
+        let mut result = self.write();
+        if let Err(error) = &result
+            && matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+            && self.earlier > 0
+            && std::fs::remove_file(self.path_of_earlier()).is_ok()
+        {
+            self.earlier = 0;
+            result = self.write();
+        }
         match &result {
-            Ok(()) => self.written += self.buffer.len() as u64,
-            Err(_) => {
-                self.full = true;
-                let _ = self.file.set_len(self.written);
+            Ok(()) => {
+                self.written += self.buffer.len() as u64;
+                let room = room(&self.file).map(|room| room + self.earlier);
+                self.scarce = self.written > LEAST && room.is_some_and(|room| room < self.written);
             }
+            Err(_) => self.full = true,
         }
         self.buffer.clear();
         result
     }
+
+    /// Writes all of the buffer, or nothing.
+    fn write(&mut self) -> io::Result<()> {
+        self.file.write_all(&self.buffer).inspect_err(|_| _ = self.file.set_len(self.written))
+    }
+}
+
+/// How many bytes this user can still write to the file's disk.
+fn room(file: &File) -> Option<u64> {
+    // SAFETY: a plain value, which the call fills.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open and `found` is there for the call.
+    let done = unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut found) };
+    (done == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 fn open_new(path: &Path) -> io::Result<Registered<File>> {
