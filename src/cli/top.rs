@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::os::error::Result;
 use crate::trace::clock;
-use crate::trace::live::{CommState, State};
+use crate::trace::live::{CommState, ProcessKey, State};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -49,7 +49,7 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
             }
         }
         first = false;
-        before = processes.into_iter().map(|process| (key(&process.state), process.state)).collect();
+        before = processes.into_iter().map(|process| (process.state.process(), process.state)).collect();
         std::thread::sleep(AGAIN);
     }
 }
@@ -66,12 +66,6 @@ const COLUMNS: [(&str, usize); 9] = [
     ("for", 8),
     ("waits for", 9),
 ];
-
-type Key = (String, u64, i32);
-
-fn key(state: &State) -> Key {
-    (state.host.clone(), state.boot, state.pid)
-}
 
 /// What one look shows.
 struct View {
@@ -98,7 +92,7 @@ struct Rank {
 }
 
 impl View {
-    fn of(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> Self {
+    fn of(processes: &[Process], before: &BTreeMap<ProcessKey, State>, now: u64) -> Self {
         let alive: Vec<&Process> = processes.iter().filter(|process| process.is_alive(now)).collect();
         // What earlier jobs have left is not of interest.
         let running = gather::running(processes, now);
@@ -175,10 +169,12 @@ impl View {
 }
 
 /// What the interfaces carried since the look before.
-fn rates(alive: &[&Process], before: &BTreeMap<Key, State>) -> BTreeMap<(String, String), [f64; 2]> {
+fn rates(alive: &[&Process], before: &BTreeMap<ProcessKey, State>) -> BTreeMap<(String, String), [f64; 2]> {
     let mut rates: BTreeMap<(String, String), [f64; 2]> = BTreeMap::new();
     for process in alive {
-        let Some(past) = before.get(&key(&process.state)).filter(|past| past.now < process.state.now) else { continue };
+        let Some(past) = before.get(&process.state.process()).filter(|past| past.now < process.state.now) else {
+            continue;
+        };
         let seconds = (process.state.now - past.now) as f64 / 1e9;
         for interface in &process.state.interfaces {
             let Some(was) = past.interfaces.iter().find(|it| it.name == interface.name) else { continue };

@@ -69,7 +69,7 @@ impl Answer {
         let mut job = Job::default();
         for process in processes {
             let state = &process.state;
-            let place = Whereabouts { host: state.host.clone(), pid: state.pid, stamp: 0, rank: state.rank };
+            let place = Whereabouts { host: state.host.clone(), pid: state.pid, stamp: state.stamp, rank: state.rank };
             for comm in &state.communicators {
                 let info = comm.info();
                 if comms.contains(&info.id) {

@@ -56,6 +56,8 @@ struct Status {
     /// By what they would have told: how many events have found no room, and when that number last grew.
     drops: [u64; 3],
     gaps: [Option<u64>; 3],
+    /// As in the state.
+    stamp: u64,
     /// When to look next for calls that are stuck, and those that the user was told of.
     update_due: Instant,
     told: HashSet<(u64, Key)>,
@@ -70,6 +72,7 @@ impl Status {
             boot: place::boot(),
             drops: [0; 3],
             gaps: [None; 3],
+            stamp: random(),
             update_due: Instant::now(),
             told: HashSet::new(),
         }
@@ -116,10 +119,8 @@ impl Writer {
         let trace = match trace {
             Some(Ok(file)) => {
                 say(Level::Info, &format!("Towline writes a trace to {}", file.path().display()));
-                let mut seed = [0; 8];
-                let _ = getrandom::fill(&mut seed);
                 let info = process_info(metrics::Labels::of_process("").rank);
-                let seed = mix(u64::from_ne_bytes(seed), mix(info.boot, info.pid as u64));
+                let seed = mix(random(), mix(info.boot, info.pid as u64));
                 Some(Emitter::new(file, &info, seed, clock::now()))
             }
             Some(Err(error)) => {
@@ -296,6 +297,7 @@ impl Writer {
             host: host(),
             boot: status.boot,
             pid: std::process::id() as i32,
+            stamp: status.stamp,
             rank: self.labels.rank,
             beat: status.beat,
             now,
@@ -548,7 +550,7 @@ impl Status {
             return;
         }
         let routes: Vec<Route> = connections().into_iter().map(|it| it.route(now)).collect();
-        let place = Whereabouts { host: host(), pid: std::process::id() as i32, stamp: 0, rank };
+        let place = Whereabouts { host: host(), pid: std::process::id() as i32, stamp: self.stamp, rank };
         let mut waits = self.tracker.waits();
         let mut job = Job::default();
         for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
@@ -582,6 +584,13 @@ impl Status {
 
 /// Calls that the user was told of are remembered up to this number.
 const TOLD: usize = 10_000;
+
+/// A number that no other process draws; 0 where there is no randomness.
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    let _ = getrandom::fill(&mut bytes);
+    u64::from_ne_bytes(bytes)
+}
 
 /// This process, for the trace.
 fn process_info(rank: Option<i32>) -> ProcessInfo {

@@ -382,6 +382,77 @@ impl Odd {
     }
 }
 
+/// A command that goes on until it is ended, and the lines that it prints.
+struct Watch(Child, std::sync::mpsc::Receiver<String>);
+
+impl Watch {
+    fn start(words: &[&str], dir: &Path) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        command.args(words).arg("--dir").arg(dir).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| tell.send(line)));
+        Self(child, told)
+    }
+
+    /// Waits for a line with this in it.
+    fn until(&self, expected: &str) {
+        let end = Instant::now() + Duration::from_secs(40);
+        let mut seen = Vec::new();
+        while let Ok(line) = self.1.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            if line.contains(expected) {
+                return;
+            }
+            seen.push(line);
+        }
+        panic!("{expected:?} is not in {seen:#?}");
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn one_who_watches_is_told_when_a_rank_stops_and_when_it_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = Job::start(dir.path(), 3, "stay", "wait");
+    let why = Watch::start(&["why", "--watch"], dir.path());
+    let top = Watch::start(&["top"], dir.path());
+    why.until("rank 1 (");
+    top.until("AllReduce #3");
+    job.signal_odd(libc::SIGSTOP);
+    why.until("has given no sign of life");
+    top.until("was last heard of");
+    job.signal_odd(libc::SIGCONT);
+    why.until("has not entered it");
+    top.until("after AllReduce #2");
+}
+
+#[test]
+fn what_is_no_state_is_said_and_hides_no_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let ask = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        let output = command.args(["why", "--dir"]).arg(dir.path()).output().unwrap();
+        let [said, errors] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        (said, errors, output.status.code())
+    };
+    std::fs::write(dir.path().join("a.state"), "{\"version\":").unwrap();
+    std::fs::create_dir(dir.path().join("b.state")).unwrap();
+    let (said, errors, code) = ask();
+    assert_eq!((code, errors.lines().count()), (Some(2), 2), "{said} {errors}");
+    assert!(errors.contains("a.state is left out: it is not a whole state"), "{errors}");
+    assert!(errors.contains("b.state is left out: it is no regular file"), "{errors}");
+    let _job = Job::start(dir.path(), 2 + 2, "healthy", "healthy");
+    let (said, errors, code) = ask();
+    assert_eq!((code, errors.lines().count()), (Some(0), 2), "{said} {errors}");
+}
+
 /// A key file that only its owner can read.
 fn key(dir: &Path, name: &str, content: &[u8]) -> std::path::PathBuf {
     let path = dir.join(name);
@@ -444,19 +515,35 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     let finding = &said["findings"][0];
     assert_eq!((code, said["processes"].as_u64()), (1, Some(3)), "{said} {errors}");
     assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{said}");
+    let top = Command::new(env!("CARGO_BIN_EXE_towline"))
+        .args(["top", "--once", "--host", &hosts])
+        .env("TOWLINE_KEY_FILE", &ours)
+        .output()
+        .unwrap();
+    let top = String::from_utf8_lossy(&top.stdout).into_owned();
+    assert!(top.matches(" AllReduce #3").count() == 2 && top.contains("after AllReduce #2"), "{top}");
     // A host of which one process does not answer, or is gone, still tells of the other.
     // SAFETY: only a signal, to a process that this test started and has not waited for.
     unsafe { libc::kill(job.0[0].id() as i32, libc::SIGSTOP) };
     let (said, _, errors) = why_at(&hosts, Some(&ours));
     assert_eq!(said["processes"].as_u64(), Some(2), "{said} {errors}");
+    let place = format!("127.0.0.1:{port} has not answered within");
+    assert!(said["notes"].to_string().contains(&place), "{said}");
     job.0[0].kill().unwrap();
     job.0[0].wait().unwrap();
     let (said, _, errors) = why_at(&hosts, Some(&ours));
     assert_eq!(said["processes"].as_u64(), Some(2), "{said} {errors}");
+    // Hosts without a process, and names without a host.
+    let (said, code, _) = why_at(&format!("127.0.0.3:{port},no-host.invalid:{port}"), Some(&ours));
+    let notes = said["notes"].to_string();
+    assert!(code == 2 && notes.contains(&format!("127.0.0.3: nothing listens at the ports {port} to ")), "{notes}");
+    assert!(notes.contains(&format!("no-host.invalid:{port} has no address")), "{notes}");
     // Others get nothing, and the reason.
     let (said, code, _) = why_at(&hosts, Some(&other));
     assert_eq!((code, said["processes"].as_u64()), (2, Some(0)), "{said}");
-    assert!(said["notes"].to_string().contains("does not have its key"), "{said}");
+    let notes = said["notes"].to_string();
+    let place = format!("127.0.0.2:{port} gave nothing (it closed the connection");
+    assert!(notes.contains(&place) && notes.contains("does TOWLINE_KEY_FILE name the job's key file here"), "{notes}");
     let (_, code, errors) = why_at(&hosts, None);
     assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
 }

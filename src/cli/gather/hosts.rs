@@ -1,10 +1,12 @@
 //! The states of processes on other hosts, asked for over TCP with the job's key (`TOWLINE_STATUS_LISTEN`).
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::path::Path;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
@@ -13,7 +15,7 @@ use crate::trace::clock;
 use crate::trace::live::{LONGEST, State};
 use crate::trace::remote;
 
-use super::{Found, Process};
+use super::{Found, Process, at_once};
 
 /// How long a process may take to be reached.
 const REACH: Duration = Duration::from_secs(3);
@@ -27,8 +29,8 @@ const PORTS: u16 = 64;
 /// After so many ports in a row without an answer a host has no more processes. More than one, since some may have ended.
 const GAP: u16 = 8;
 
-/// Hosts that are asked at once.
-const AT_ONCE: usize = 32;
+/// How long all hosts together may take: one that cannot be reached, and then a stopped process, in each of two rounds.
+const ALL: Duration = Duration::from_secs(18);
 
 /// Asks all processes of these hosts, each `HOST` or `HOST:PORT`.
 ///
@@ -41,30 +43,46 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
             .with_hint("set TOWLINE_KEY_FILE to the job's key file, or share a directory (TOWLINE_STATE_DIR)"));
     };
     let key = remote::load_key(Path::new(&file.0))?;
-    let key = &key;
     let usual = config.status_listen.as_deref().and_then(port_of);
-    let places: Vec<(&str, u16)> = hosts.iter().map(|text| parse(text, usual)).collect::<Result<_>>()?;
+    let mut hosts: Vec<Host> = hosts.iter().map(|text| parse(text, usual).map(Host::new)).collect::<Result<_>>()?;
+    ask_all(&mut hosts, key, Instant::now() + ALL);
     let mut found = Found::default();
-    for group in places.chunks(AT_ONCE) {
-        let answers: Vec<_> = std::thread::scope(|scope| {
-            let asked: Vec<_> =
-                group.iter().map(|&(host, port)| scope.spawn(move || host_at(host, port, key))).collect();
-            asked.into_iter().map(|thread| thread.join().expect("asking does not panic")).collect()
-        });
-        for (processes, note) in answers {
-            found.processes.extend(processes);
-            found.notes.extend(note);
-        }
+    for host in hosts {
+        found.notes.extend(host.notes());
+        found.processes.extend(host.found);
     }
-    // A host may be given by several of its names. Processes in containers may have the same number.
+    // A host may be given by several of its names. Of an older release, processes in containers may have the same number.
     let mut seen = BTreeSet::new();
     found.processes.retain(|Process { state, .. }| {
-        let ranks: Vec<_> = state.communicators.iter().map(|comm| (comm.info().id, comm.rank)).collect();
-        seen.insert((state.boot, state.host.clone(), state.pid, ranks))
+        let comms = if state.stamp == 0 { &state.communicators[..] } else { &[] };
+        let ranks: Vec<_> = comms.iter().map(|comm| (comm.info().id, comm.rank)).collect();
+        seen.insert((state.process(), ranks))
     });
     all_answered_at(&mut found.processes, clock::now());
     found.notes.extend(super::dropped(&found.processes));
     Ok(found)
+}
+
+/// Asks the first port of each host, which shows whether it can be reached, and then so many at once of those that can.
+fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
+    let key = Arc::new(key);
+    let mut count = 1;
+    while hosts.iter().any(|host| !host.done) {
+        let ports = |(number, host): (usize, &Host)| {
+            let asked = host.ports(count).map(|port| (number, host.name.clone(), port));
+            asked.collect::<Vec<_>>()
+        };
+        let open = hosts.iter().enumerate().filter(|(_, host)| !host.done);
+        let asked: Vec<(usize, String, u16)> = open.flat_map(ports).collect();
+        let key = Arc::clone(&key);
+        let answers = at_once::ask(asked.clone(), deadline, move |(_, name, port)| process_at(name, *port, &key));
+        let mut answers = asked.into_iter().zip(answers).peekable();
+        for (number, host) in hosts.iter_mut().enumerate().filter(|(_, host)| !host.done) {
+            let own = std::iter::from_fn(|| answers.next_if(|((of, ..), _)| *of == number));
+            host.take(own.map(|((.., port), answer)| (port, answer.unwrap_or(Err(Failure::NoTime)))).collect());
+        }
+        count = GAP;
+    }
 }
 
 /// All have answered, also those that did so while another was waited for: what each said counts as said now, or a call that had
@@ -101,61 +119,135 @@ fn parse(text: &str, usual: Option<u16>) -> Result<(&str, u16)> {
     if host.is_empty() || port == 0 { Err(bad()) } else { Ok((host, port)) }
 }
 
-/// The processes of a host, and what the user should know when there are none.
-fn host_at(host: &str, first: u16, key: &SharedKey) -> (Vec<Process>, Option<String>) {
-    let mut found = Vec::new();
-    let mut reason = None;
-    let mut without = 0;
-    for port in first..=first.saturating_add(PORTS - 1) {
-        match process_at(host, port, key) {
-            Ok(process) => {
-                found.push(process);
-                without = 0;
-            }
-            Err(Failure { error, is_of_host }) => {
-                reason.get_or_insert(format!("{host}:{port}: {error}"));
-                without += 1;
-                if is_of_host || without == GAP {
-                    break;
+/// A host whose processes are asked, port by port.
+struct Host {
+    name: String,
+    first: u16,
+    /// The number of ports that have been asked.
+    asked: u16,
+    found: Vec<Process>,
+    failures: Vec<(u16, Failure)>,
+    /// It has no further process.
+    done: bool,
+}
+
+impl Host {
+    fn new((name, first): (&str, u16)) -> Self {
+        Self { name: name.into(), first, asked: 0, found: Vec::new(), failures: Vec::new(), done: false }
+    }
+
+    /// The next `count` ports.
+    fn ports(&self, count: u16) -> impl Iterator<Item = u16> + use<> {
+        let (first, from) = (self.first, self.asked);
+        (from..(from + count).min(PORTS)).map_while(move |more| first.checked_add(more))
+    }
+
+    /// What came from these ports.
+    fn take(&mut self, answers: Vec<(u16, std::result::Result<Process, Failure>)>) {
+        let (is_first, before) = (self.asked == 0, self.found.len());
+        self.asked += answers.len() as u16;
+        let mut is_lost = answers.is_empty();
+        for (port, answer) in answers {
+            match answer {
+                Ok(process) => self.found.push(process),
+                Err(failure) => {
+                    is_lost |= matches!(failure, Failure::NoAddress(_) | Failure::Unreachable(_) | Failure::NoTime);
+                    self.failures.push((port, failure));
                 }
             }
         }
+        // Some of a host's processes may have ended, but not as many as this.
+        self.done = is_lost || (!is_first && self.found.len() == before);
     }
-    let note = reason.filter(|_| found.is_empty()).map(|reason| format!("no process gave its status at {reason}"));
-    (found, note)
+
+    /// What the user should know: of each process that gave no status, or why there is none.
+    fn notes(&self) -> Vec<String> {
+        let is_told = |failure: &Failure| !matches!(failure, Failure::Refused);
+        let told: Vec<_> = self.failures.iter().filter(|(_, failure)| is_told(failure)).collect();
+        let (name, first) = (&self.name, self.first);
+        if told.is_empty() && self.found.is_empty() {
+            let last = first.saturating_add(self.asked.saturating_sub(1));
+            return vec![format!(
+                "{name}: nothing listens at the ports {first} to {last}: does the job run there, with a TOWLINE_STATUS_LISTEN \
+                 of this port and TOWLINE_KEY_FILE?"
+            )];
+        }
+        told.into_iter().map(|(port, failure)| format!("{name}:{port} {failure}")).collect()
+    }
 }
 
-/// Why there is no answer from a port.
-struct Failure {
-    error: io::Error,
-    /// Another port of the host would not be reached, either.
-    is_of_host: bool,
+/// Why there is no status from a port.
+#[derive(Debug)]
+enum Failure {
+    /// The host's name leads nowhere.
+    NoAddress(io::Error),
+    /// No port of the host would be reached.
+    Unreachable(io::Error),
+    /// Nothing listens there.
+    Refused,
+    /// The time of all was over.
+    NoTime,
+    /// It did not take our key.
+    OtherKey(io::Error),
+    /// It listens and says nothing.
+    Silent,
+    /// It said something that is no status.
+    Unreadable(io::Error),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoAddress(error) => write!(text, "has no address ({error}): is the name right?"),
+            Self::Unreachable(error) => write!(
+                text,
+                "cannot be reached ({error}): is the host up, and does a firewall let this port through from here?"
+            ),
+            Self::Refused => write!(text, "is not open"),
+            Self::NoTime => write!(text, "was not asked: {} s were over; name fewer hosts", ALL.as_secs()),
+            Self::OtherKey(error) => write!(
+                text,
+                "gave nothing ({error}): does TOWLINE_KEY_FILE name the job's key file here, and is its Towline of this release?"
+            ),
+            Self::Silent => write!(
+                text,
+                "has not answered within {} s: its process may be stopped, or is no process of Towline's",
+                ANSWER.as_secs()
+            ),
+            Self::Unreadable(error) => write!(text, "gave a status that cannot be read: {error}"),
+        }
+    }
 }
 
 fn process_at(host: &str, port: u16, key: &SharedKey) -> std::result::Result<Process, Failure> {
-    let of_host = |error| Failure { error, is_of_host: true };
-    let of_process = |error| Failure { error, is_of_host: false };
-    let mut last = of_host(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
-    for address in (host, port).to_socket_addrs().map_err(of_host)? {
+    let mut last = Failure::NoAddress(io::Error::new(io::ErrorKind::NotFound, "none is known"));
+    for address in (host, port).to_socket_addrs().map_err(Failure::NoAddress)? {
         match TcpStream::connect_timeout(&address, REACH) {
-            Ok(stream) => return ask_process(&stream, key).map_err(of_process),
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => last = of_process(error),
-            Err(error) => last = of_host(error),
+            Ok(stream) => return ask_process(&stream, key),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => last = Failure::Refused,
+            Err(error) => last = Failure::Unreachable(error),
         }
     }
     Err(last)
 }
 
-fn ask_process(stream: &TcpStream, key: &SharedKey) -> io::Result<Process> {
-    let bytes = remote::ask(stream, key, ANSWER, LONGEST)?;
-    let state = State::read(&bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+fn ask_process(stream: &TcpStream, key: &SharedKey) -> std::result::Result<Process, Failure> {
+    let bytes = remote::ask(stream, key, ANSWER, LONGEST).map_err(|error| match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => Failure::Silent,
+        io::ErrorKind::InvalidData => Failure::Unreadable(error),
+        _ => Failure::OtherKey(error),
+    })?;
+    let state = State::read(&bytes).map_err(Failure::Unreadable)?;
     let heard = clock::now();
     Ok(Process { shift: heard as i64 - state.now as i64, heard, state })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
+    use crate::os::key_file::Purpose;
 
     #[test]
     fn what_was_said_first_is_no_older_than_what_was_said_last() {
@@ -168,6 +260,69 @@ mod tests {
             assert!(process.is_alive(1_006 * second));
             assert_eq!(process.time(500), 1_006 * second, "a call that began when it answered");
         }
+    }
+
+    /// A host that accepts connections and keeps silent, as a stopped process does.
+    fn silent(number: u8) -> Host {
+        let name = format!("127.0.1.{number}");
+        let listener = TcpListener::bind((name.as_str(), 0)).unwrap();
+        let host = Host::new((&name, listener.local_addr().unwrap().port()));
+        std::thread::spawn(move || listener.incoming().collect::<Vec<_>>());
+        host
+    }
+
+    #[test]
+    fn many_hosts_that_do_not_answer_take_the_time_of_a_few() {
+        let key = SharedKey::from_content(&[1; 32], Purpose::Status);
+        let mut hosts: Vec<Host> = (1..=60).map(silent).collect();
+        let began = Instant::now();
+        ask_all(&mut hosts, key, began + ALL);
+        assert!(began.elapsed() < ALL + ANSWER, "{:?}", began.elapsed());
+        for host in &hosts {
+            let notes = host.notes();
+            assert!(notes[0].contains("has not answered within 6 s"), "{notes:?}");
+        }
+    }
+
+    #[test]
+    fn each_reason_for_no_status_names_the_host_and_what_to_try() {
+        let error = || io::Error::other("why");
+        for (failure, expected) in [
+            (Failure::NoAddress(error()), "node1:9500 has no address (why): is the name right?"),
+            (Failure::Unreachable(error()), "is the host up"),
+            (Failure::Refused, "node1: nothing listens at the ports 9500 to 9500: does the job run there"),
+            (Failure::NoTime, "name fewer hosts"),
+            (Failure::OtherKey(error()), "does TOWLINE_KEY_FILE name the job's key file here"),
+            (Failure::Silent, "may be stopped"),
+            (Failure::Unreadable(error()), "node1:9500 gave a status that cannot be read: why"),
+        ] {
+            let mut host = Host::new(("node1", 9500));
+            host.take(vec![(9500, Err(failure))]);
+            let notes = host.notes();
+            assert!(notes.len() == 1 && notes[0].contains(expected), "{notes:?}");
+        }
+    }
+
+    #[test]
+    fn the_processes_of_a_host_are_found_beyond_a_gap_and_beyond_the_last_port_is_none() {
+        let process = || Ok(Process { shift: 0, heard: 0, state: State::default() });
+        let mut host = Host::new(("node1", 9500));
+        assert_eq!(host.ports(1).collect::<Vec<_>>(), [9500]);
+        host.take(vec![(9500, Err(Failure::Refused))]);
+        assert!(!host.done);
+        assert_eq!(host.ports(GAP).collect::<Vec<_>>(), (9501..9509).collect::<Vec<_>>());
+        host.take(
+            (9501..9509).map(|port| (port, if port == 9508 { process() } else { Err(Failure::Refused) })).collect(),
+        );
+        assert!(!host.done && host.ports(GAP).next() == Some(9509));
+        host.take((9509..9517).map(|port| (port, Err(Failure::Refused))).collect());
+        assert!(host.done && host.found.len() == 1 && host.notes().is_empty());
+        // One that cannot be reached has no other port, either.
+        let mut host = Host::new(("node1", u16::MAX));
+        host.take(vec![(u16::MAX, process())]);
+        assert_eq!(host.ports(GAP).count(), 0);
+        host.take(Vec::new());
+        assert!(host.done);
     }
 
     #[test]

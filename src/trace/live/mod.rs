@@ -9,6 +9,7 @@ pub(crate) mod place;
 use std::io;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use self::network::{Connection, Interface};
 use super::event::CommInfo;
@@ -27,6 +28,18 @@ const WAITS: usize = 64;
 
 /// The most bytes of a state that is read.
 pub(crate) const LONGEST: u64 = 64 << 20;
+
+/// No clock of a host shows more, 146 years; sums and differences of two such times have room in 64 bits.
+const LAST: u64 = 1 << 62;
+
+/// More ranks than a communicator has.
+const MOST_RANKS: i32 = 1 << 20;
+
+/// Our release.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// What tells a process from all others: its stamp, or, of an older release, the rest.
+pub(crate) type ProcessKey = (u64, u64, String, i32);
 
 /// A call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,6 +123,10 @@ pub(crate) struct State {
     pub boot: u64,
     /// The process id.
     pub pid: i32,
+    /// Drawn at random when the process began: a process of another container may have the same host name and process id. 0 in
+    /// the state of an older release.
+    #[serde(default)]
+    pub stamp: u64,
     /// The process's rank in the job, if its launcher says it.
     #[serde(default)]
     pub rank: Option<i32>,
@@ -137,11 +154,31 @@ pub(crate) struct State {
 }
 
 impl CommState {
+    fn number(&self) -> Option<u64> {
+        u64::from_str_radix(&self.id, 16).ok()
+    }
+
+    fn is_rank(&self, rank: i32) -> bool {
+        (0..if self.ranks > 0 { self.ranks } else { MOST_RANKS }).contains(&rank)
+    }
+
+    /// What cannot be true of it.
+    fn fault(&self) -> Option<String> {
+        if self.number().is_none() {
+            Some(format!("{:?} is no communicator", self.id))
+        } else if !(0..=MOST_RANKS).contains(&self.ranks) {
+            Some(format!("a communicator of {} ranks", self.ranks))
+        } else if !self.is_rank(self.rank) {
+            Some(format!("rank {} of {}", self.rank, self.ranks))
+        } else {
+            None
+        }
+    }
+
     /// The communicator as the verdict knows it.
     pub(crate) fn info(&self) -> CommInfo {
-        let id = u64::from_str_radix(&self.id, 16).unwrap_or(0);
         CommInfo {
-            id,
+            id: self.number().unwrap_or(0),
             name: self.name.clone(),
             ranks: self.ranks,
             rank: self.rank,
@@ -158,14 +195,21 @@ impl CommState {
             entered: clock(call.entered),
             open: call.open,
         };
-        let waits = self
-            .waits
-            .iter()
-            .filter_map(|wait| Some(Wait { peer: wait.peer, on: On::from_label(&wait.on)?, since: clock(wait.since) }));
+        // Only a state that is wrong has others.
+        let is_peer = |rank| self.is_rank(rank);
+        let waits =
+            self.waits.iter().filter(|wait| is_peer(wait.peer)).filter_map(|wait| {
+                Some(Wait { peer: wait.peer, on: On::from_label(&wait.on)?, since: clock(wait.since) })
+            });
         Told {
             calls: self.calls.iter().map(call).collect(),
-            transfers: self.transfers.iter().map(call).collect(),
-            exchanged: self.exchanged.iter().map(|&(peer, sends, receives)| (peer, (sends, receives))).collect(),
+            transfers: self.transfers.iter().filter(|it| it.peer.is_some_and(is_peer)).map(call).collect(),
+            exchanged: self
+                .exchanged
+                .iter()
+                .filter(|it| is_peer(it.0))
+                .map(|&(peer, sends, receives)| (peer, (sends, receives)))
+                .collect(),
             waits: waits.collect(),
             ended: self.ended.map(&clock),
             ..Told::default()
@@ -258,9 +302,42 @@ impl State {
     /// From JSON.
     ///
     /// # Errors
-    /// When it is none.
+    /// When it is none, or says what cannot be true.
     pub(crate) fn read(bytes: &[u8]) -> io::Result<Self> {
-        Ok(serde_json::from_slice(bytes)?)
+        let invalid = |text| io::Error::new(io::ErrorKind::InvalidData, text);
+        let state: Self = serde_json::from_slice(bytes).map_err(|error| {
+            // Of another release perhaps.
+            let said: Option<Value> = serde_json::from_slice(bytes).ok();
+            let release = said.as_ref().and_then(|said| said["version"].as_str());
+            invalid(match release {
+                Some(release) if release != VERSION => {
+                    format!("Towline {release} wrote it and this is {VERSION}: use the job's own towline ({error})")
+                }
+                _ => format!("it is not a whole state ({error})"),
+            })
+        })?;
+        match state.fault() {
+            Some(fault) => Err(invalid(format!("it cannot be true: {fault}"))),
+            None => Ok(state),
+        }
+    }
+
+    /// What cannot be true of it.
+    fn fault(&self) -> Option<String> {
+        let calls = self.communicators.iter().flat_map(|comm| comm.calls.iter().chain(&comm.transfers));
+        let waits = self.communicators.iter().flat_map(|comm| &comm.waits).map(|wait| wait.since);
+        let ends = self.communicators.iter().filter_map(|comm| comm.ended);
+        let moved = self.connections.iter().map(|it| it.moved);
+        let gaps = self.gaps.iter().flat_map(|gaps| [gaps.calls, gaps.ends, gaps.waits]).flatten();
+        let own = [self.now, self.wall].into_iter().chain(calls.map(|call| call.entered));
+        let mut times = own.chain(waits).chain(ends).chain(moved).chain(gaps);
+        let late = times.find(|&time| time > LAST).map(|time| format!("a time of {time} ns"));
+        late.or_else(|| self.communicators.iter().find_map(CommState::fault))
+    }
+
+    /// What tells its process from all others.
+    pub(crate) fn process(&self) -> ProcessKey {
+        (self.stamp, self.boot, self.host.clone(), self.pid)
     }
 }
 
@@ -310,5 +387,93 @@ mod tests {
         let last = told.calls.last().expect("calls");
         assert_eq!(last.key, Key::collective("AllReduce".into(), 199));
         assert_eq!(last.arguments, Arguments { count: 8, datatype: "ncclInt8".into(), root: 0 });
+    }
+
+    /// A state in which nothing is wrong, as JSON.
+    fn sound() -> Value {
+        let call = |peer| CallState {
+            func: "AllReduce".into(),
+            seq: 7,
+            peer,
+            count: 8,
+            datatype: "ncclInt8".into(),
+            root: 0,
+            entered: 5,
+            open: true,
+        };
+        let wait = |peer| WaitState { peer, on: "data".into(), since: 5 };
+        let comm = CommState {
+            id: "77".into(),
+            rank: 1,
+            ranks: 4,
+            ended: Some(6),
+            calls: vec![call(None)],
+            transfers: vec![call(Some(0)), call(Some(4)), call(None)],
+            exchanged: vec![(0, 1, 1), (9, 1, 1)],
+            waits: vec![wait(0), wait(4), wait(-1)],
+            ..CommState::default()
+        };
+        let connections = vec![Connection { moved: 5, ..Connection::default() }];
+        let gaps = Some(GapState { ends: Some(5), ..GapState::default() });
+        let communicators = vec![comm];
+        let state = State { version: "0.0.1".into(), communicators, connections, gaps, ..State::default() };
+        serde_json::to_value(state).unwrap()
+    }
+
+    fn read(value: &Value) -> io::Result<State> {
+        State::read(value.to_string().as_bytes())
+    }
+
+    #[test]
+    fn what_cannot_be_true_is_no_state() {
+        assert!(read(&sound()).is_ok());
+        for (place, value, said) in [
+            ("/now", u64::MAX.into(), "a time of 18446744073709551615 ns"),
+            ("/wall", (1u64 << 63).into(), "a time"),
+            ("/connections/0/moved", u64::MAX.into(), "a time"),
+            ("/communicators/0/ended", u64::MAX.into(), "a time"),
+            ("/communicators/0/calls/0/entered", u64::MAX.into(), "a time"),
+            ("/communicators/0/transfers/0/entered", u64::MAX.into(), "a time"),
+            ("/communicators/0/waits/0/since", u64::MAX.into(), "a time"),
+            ("/gaps/ends", u64::MAX.into(), "a time"),
+            ("/communicators/0/ranks", i32::MAX.into(), "a communicator of 2147483647 ranks"),
+            ("/communicators/0/ranks", (-1).into(), "a communicator of -1 ranks"),
+            ("/communicators/0/rank", 4.into(), "rank 4 of 4"),
+            ("/communicators/0/rank", (-1).into(), "rank -1 of 4"),
+            ("/communicators/0/id", "xyz".into(), "\"xyz\" is no communicator"),
+            ("/communicators/0/ranks", (1u64 << 31).into(), "Towline 0.0.1 wrote it"),
+            ("/pid", "seven".into(), "use the job's own towline"),
+        ] as [(&str, Value, &str); 15]
+        {
+            let mut state = sound();
+            *state.pointer_mut(place).unwrap_or_else(|| panic!("{place}")) = value;
+            let error = read(&state).unwrap_err().to_string();
+            assert!(error.contains(said), "{place}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_wait_for_a_rank_that_there_is_not_leads_to_none() {
+        let told = read(&sound()).unwrap().communicators[0].told(|when| when);
+        assert_eq!(told.waits.iter().map(|wait| wait.peer).collect::<Vec<_>>(), [0]);
+        assert_eq!(told.transfers.iter().map(|call| call.key.peer).collect::<Vec<_>>(), [Some(0)]);
+        assert_eq!(told.exchanged.into_keys().collect::<Vec<_>>(), [0]);
+    }
+
+    #[test]
+    fn a_state_of_an_older_release_is_read() {
+        let mut state = sound();
+        for name in ["stamp", "rank"] {
+            state.as_object_mut().unwrap().remove(name).expect("it is there now");
+        }
+        assert_eq!((read(&state).unwrap().stamp, read(&state).unwrap().rank), (0, None));
+    }
+
+    #[test]
+    fn a_state_that_is_cut_off_is_none() {
+        let whole = sound().to_string();
+        for length in 0..whole.len() {
+            assert!(State::read(&whole.as_bytes()[..length]).is_err(), "{length} of {whole}");
+        }
     }
 }

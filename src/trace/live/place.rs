@@ -1,7 +1,9 @@
 //! Where state files lie: in `TOWLINE_STATE_DIR`, or in a directory of the user's in the host's memory.
 
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,6 +16,12 @@ pub(crate) const ENDING: &str = "state";
 
 /// A file of a process that is gone is removed by another process when it is so old.
 const KEPT: Duration = Duration::from_secs(600);
+
+/// A state that cannot be read is read again after this: where the disk is full it is written in place.
+const HALF_WRITTEN: Duration = Duration::from_millis(100);
+
+/// Longest name of a socket that the kernel takes (`sun_path`, with its terminating zero).
+const LONGEST_NAME: usize = 107;
 
 /// Where the user's directory may lie: a file system in memory, which no job fills and which is empty after a restart.
 const PARENTS: [&str; 2] = ["/dev/shm", "/tmp"];
@@ -42,20 +50,38 @@ pub(crate) fn file(dir: &Path, host: &str, pid: u32) -> PathBuf {
     dir.join(format!("{host}-{pid}.{ENDING}"))
 }
 
-/// The states of all files in a directory. What cannot be read is passed over: a process may just have removed it.
+/// A name by which the kernel takes a socket's path, whatever its length: through the descriptor of its directory, which must be
+/// kept open meanwhile.
+///
+/// # Errors
+/// When there is no such directory.
+pub(crate) fn short_name(path: &Path) -> io::Result<(Option<File>, PathBuf)> {
+    if path.as_os_str().len() <= LONGEST_NAME {
+        return Ok((None, path.to_owned()));
+    }
+    let dir = File::open(path.parent().unwrap_or(Path::new(".")))?;
+    let name = Path::new(&format!("/proc/self/fd/{}", dir.as_raw_fd())).join(path.file_name().unwrap_or_default());
+    Ok((Some(dir), name))
+}
+
+/// The states of all files in a directory, and why others cannot be read. A file that its process has just removed is passed over.
 ///
 /// # Errors
 /// When the directory cannot be read.
-pub(crate) fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, State)>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(dir)?.flatten() {
-        let path = entry.path();
-        if path.extension().is_some_and(|ending| ending == ENDING)
-            && let Ok(state) = read(&path)
-        {
-            found.push((path, state));
-        }
+pub(crate) fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, io::Result<State>)>> {
+    let paths = std::fs::read_dir(dir)?.flatten().map(|entry| entry.path());
+    let mut found: Vec<_> = paths
+        .filter(|path| path.extension().is_some_and(|ending| ending == ENDING))
+        .map(|path| {
+            let state = read(&path);
+            (path, state)
+        })
+        .collect();
+    if found.iter().any(|(_, state)| state.is_err()) {
+        std::thread::sleep(HALF_WRITTEN);
+        found.iter_mut().filter(|(_, state)| state.is_err()).for_each(|(path, state)| *state = read(path));
     }
+    found.retain(|(_, state)| !state.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound));
     found.sort_by(|a, b| a.0.cmp(&b.0));
     Ok(found)
 }
@@ -65,8 +91,17 @@ pub(crate) fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, State)>> {
 /// # Errors
 /// When there is none.
 pub(crate) fn read(path: &Path) -> io::Result<State> {
+    // Opening a FIFO would wait for its writer.
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no regular file"));
+    }
+    if found.len() > LONGEST {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("it is {} bytes long", found.len())));
+    }
     let mut bytes = Vec::new();
-    std::fs::File::open(path)?.take(LONGEST).read_to_end(&mut bytes)?;
+    file.take(LONGEST).read_to_end(&mut bytes)?;
     State::read(&bytes)
 }
 
@@ -122,12 +157,27 @@ mod tests {
     }
 
     #[test]
-    fn half_a_file_is_passed_over() {
+    fn what_is_no_state_neither_blocks_nor_hides_the_others() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("a.state"), State { pid: 7, ..State::default() }.text()).unwrap();
-        std::fs::write(dir.path().join("b.state"), "{\"version\":").unwrap();
-        std::fs::write(dir.path().join("c.txt"), "").unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("a.state"), State { pid: 7, ..State::default() }.text()).unwrap();
+        std::fs::write(at("b.state"), "{\"version\":").unwrap();
+        std::fs::write(at("c.txt"), "").unwrap();
+        std::fs::create_dir(at("d.state")).unwrap();
+        let fifo = std::ffi::CString::new(at("e.state").into_os_string().into_encoded_bytes()).unwrap();
+        // SAFETY: the path ends in a zero byte and is only read.
+        assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+        // Sparse: it takes no room.
+        File::create(at("f.state")).unwrap().set_len(LONGEST + 1).unwrap();
         let found = read_all(dir.path()).unwrap();
-        assert_eq!(found.iter().map(|(_, state)| state.pid).collect::<Vec<_>>(), [7]);
+        let told: Vec<_> =
+            found.into_iter().map(|(_, state)| state.map(|it| it.pid).map_err(|it| it.to_string())).collect();
+        let of = |number: usize| told[number].as_ref().unwrap_err().as_str();
+        assert_eq!((told.len(), &told[0]), (5, &Ok(7)));
+        assert!(of(1).starts_with("it is not a whole state"), "{}", of(1));
+        assert_eq!(
+            [of(2), of(3), of(4)],
+            ["it is no regular file", "it is no regular file", "it is 67108865 bytes long"]
+        );
     }
 }

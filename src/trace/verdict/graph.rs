@@ -138,7 +138,7 @@ impl<'a> Graph<'a> {
                 workers.insert((id, rank), worker);
                 ranks[worker].push((id, rank));
                 let mut newest: HashMap<Name, u64> = HashMap::new();
-                newest.extend(member.calls.iter().map(|call| (call.key.func, call.key.seq + 1)));
+                newest.extend(member.calls.iter().map(|call| (call.key.func, call.key.seq.saturating_add(1))));
                 newest.into_iter().for_each(|(func, count)| reached.entry(func).or_default().push(count));
             }
             for (func, counts) in reached {
