@@ -40,6 +40,7 @@ pub mod say;
 mod service;
 pub(crate) mod settings;
 mod slots;
+mod state_file;
 pub(crate) mod summary;
 pub(crate) mod tracker;
 pub(crate) mod verdict;

@@ -449,6 +449,7 @@ extern "C" fn at_exit() {
         profiler.finish(EXIT);
         let (reply, wait) = mpsc::channel();
         let asked = profiler.requests.send(Request::Exit(reply)).is_ok();
-        super::service::leave(asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten());
+        super::state_file::leave(asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten());
+        super::service::leave();
     }
 }

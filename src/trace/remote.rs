@@ -161,11 +161,11 @@ mod tests {
     fn process(status: String) -> SocketAddr {
         let listener = server::bind(([127, 0, 0, 1], 0).into(), None).unwrap();
         let address = listener.local_addr().unwrap();
-        let handle: server::Handle = Arc::new(move |client| drop(serve(client, &key(1), || status.clone())));
+        let handle: server::Handle<TcpStream> = Arc::new(move |client| drop(serve(client, &key(1), || status.clone())));
         std::thread::spawn(move || {
             let clients = Clients::new(b"");
             loop {
-                server::serve(&listener, &clients, &handle);
+                server::serve(|| listener.accept().map(|(client, _)| client), &clients, &handle);
             }
         });
         address

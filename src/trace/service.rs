@@ -1,49 +1,35 @@
 //! Asked while the job runs: the control socket, the metrics' HTTP endpoint and the status over TCP, on a thread of their own.
 //!
 //! The control socket takes one word per connection, `status`, `summary`, `metrics` or `flush`, and answers with text:
-//! `echo summary | nc -U towline-host-pid.sock`. The same thread renews the process's state file each second, so that a
-//! file system that does not answer delays only what is read from the file. The control socket serves one client after the other,
-//! with short time limits; clients over TCP have threads of their own ([`super::metrics::server`]).
+//! `echo summary | nc -U towline-host-pid.sock`. Each client has a thread of its own and a limited time
+//! ([`super::metrics::server`]).
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener};
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use super::claim::{claim, first_free, is_older};
-use super::live::{KEPT, KEPT_IN_FILE, place};
-use super::metrics::{self, server};
+use super::claim::first_free;
+use super::live::{KEPT, place};
+use super::metrics::server;
 use super::process::Request;
 use super::remote;
-use super::say::{Level, host, say};
+use super::say::{Level, say};
 use super::settings::Remote;
 use crate::os::error::Error;
 use crate::os::fd::Registered;
 use crate::os::key_file::SharedKey;
 
-/// How long a client may take to say what it wants.
-const CLIENT: Duration = Duration::from_millis(500);
+/// How long a client of the control socket may take to say what it wants.
+const CLIENT: Duration = Duration::from_secs(1);
 
 /// How long the writer may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
-
-/// How often the state file is renewed.
-const BEAT: Duration = Duration::from_secs(1);
-
-/// Files have room for multiples of so many bytes.
-const BLOCK: usize = 4096;
-
-/// Longest name of a socket that the kernel takes (`sun_path`, with its terminating zero).
-const LONGEST_NAME: usize = 107;
-
-/// Longest request that is read.
-const LONGEST: usize = 4096;
 
 /// Processes that have the same host name and number.
 const SOCKETS: u32 = 64;
@@ -51,35 +37,8 @@ const SOCKETS: u32 = 64;
 /// The control socket that this process made: its path, and device and inode, since another process may put its own there.
 static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 
-/// The state file that this process keeps, once it is there, with the process's number, since a forked child has its
-/// parent's here; locked while it is written.
-static STATE: Mutex<Option<(u32, PathBuf)>> = Mutex::new(None);
-
-/// The process ends: its state stays as it is.
-static LEFT: AtomicBool = AtomicBool::new(false);
-
-/// Removes the control socket at the end of the process: no thread answers there any more. The state file gets its last words,
-/// or goes too when there are none.
-pub(super) fn leave(last_words: Option<String>) {
-    LEFT.store(true, Ordering::Release);
-    // A file system that does not answer must not keep the process.
-    let mut tries = 0..50;
-    let mut state = loop {
-        match STATE.try_lock() {
-            Ok(state) => break Some(state),
-            Err(TryLockError::Poisoned(state)) => break Some(state.into_inner()),
-            Err(TryLockError::WouldBlock) if tries.next().is_some() => std::thread::sleep(Duration::from_millis(20)),
-            Err(TryLockError::WouldBlock) => break None,
-        }
-    };
-    if let Some((owner, path)) = state.as_mut().and_then(|state| state.take())
-        && owner == std::process::id()
-    {
-        let _ = match last_words {
-            Some(text) => metrics::replace(&path, &text),
-            None => std::fs::remove_file(path),
-        };
-    }
+/// Removes the control socket at the end of the process: no thread answers there any more.
+pub(super) fn leave() {
     let made = MADE.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some((path, file)) = made
         && identity(&path).is_some_and(|found| found == file)
@@ -97,7 +56,6 @@ pub(super) struct Service {
     control: Option<Registered<UnixListener>>,
     http: Option<Registered<TcpListener>>,
     remote: Option<(Registered<TcpListener>, SharedKey)>,
-    state: Option<PathBuf>,
     requests: Sender<Request>,
 }
 
@@ -106,7 +64,6 @@ impl Service {
     pub(super) fn open(
         control: Option<PathBuf>,
         (listen, remote, local_rank): (Option<SocketAddr>, Option<&Remote>, Option<u16>),
-        state: Option<PathBuf>,
         requests: Sender<Request>,
     ) -> (Option<Self>, Vec<String>) {
         let mut complaints = Vec::new();
@@ -141,8 +98,8 @@ impl Service {
                 None
             }
         });
-        let any = control.is_some() || http.is_some() || remote.is_some() || state.is_some();
-        (any.then_some(Self { control, http, remote, state, requests }), complaints)
+        let any = control.is_some() || http.is_some() || remote.is_some();
+        (any.then_some(Self { control, http, remote, requests }), complaints)
     }
 
     /// Serves for as long as the process lives.
@@ -152,95 +109,52 @@ impl Service {
         let remote = self.remote.take().map(|(listener, key)| (listener, handle_with_key(key, self.requests.clone())));
         let keyed = remote.as_ref().map_or(-1, |(listener, _)| listener.as_raw_fd());
         let (http_clients, keyed_clients) = (server::Clients::of_http(), server::Clients::new(b""));
-        if let Some(dir) = self.state.as_deref().and_then(Path::parent) {
-            place::sweep(dir, &format!("{}-", host()), place::ENDING);
-        }
+        let control_clients = server::Clients::new(b"too many clients\n");
         let requests = self.requests.clone();
         let answer: server::Answer = Arc::new(move |path| match path {
             "/metrics" | "/" => Some(answer(&requests, "metrics")),
             "/summary" => Some(answer(&requests, "summary")),
             _ => None,
         });
-        let http: server::Handle = Arc::new(move |client| drop(server::talk(client, &answer)));
-        let mut due = Instant::now();
+        let http: server::Handle<TcpStream> = Arc::new(move |client| drop(server::talk(client, &answer)));
+        let requests = self.requests.clone();
+        let control: server::Handle<UnixStream> =
+            Arc::new(move |client| drop(talk(client, |word| self::answer(&requests, word))));
         loop {
-            let patience = if self.state.is_some() {
-                let left = due.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    due = Instant::now() + BEAT;
-                    self.renew();
-                    continue;
-                }
-                // A started millisecond is waited for.
-                left.as_millis() as i32 + 1
-            } else {
-                -1
-            };
             let wait = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let mut polled = [wait(unix), wait(tcp), wait(keyed)];
             // SAFETY: the array is valid for its length; negative descriptors are skipped by poll.
-            let ready = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, patience) };
+            let ready = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, -1) };
             if ready < 0 {
                 std::thread::sleep(CLIENT);
                 continue;
             }
-            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0)
-                && let Ok((mut stream, _)) = listener.accept()
-            {
-                let _ = stream.set_read_timeout(Some(CLIENT));
-                let _ = stream.set_write_timeout(Some(CLIENT));
-                let word = read_until(&mut stream, |text| text.contains('\n'));
-                let text = self::answer(&self.requests, word.trim());
-                let _ = stream.write_all(text.as_bytes());
+            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0) {
+                server::serve(|| listener.accept().map(|(client, _)| client), &control_clients, &control);
             }
             if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0) {
-                server::serve(listener, &http_clients, &http);
+                server::serve(|| listener.accept().map(|(client, _)| client), &http_clients, &http);
             }
             if let Some((listener, handle)) = remote.as_ref().filter(|_| polled[2].revents != 0) {
-                server::serve(listener, &keyed_clients, handle);
+                server::serve(|| listener.accept().map(|(client, _)| client), &keyed_clients, handle);
             }
         }
     }
-
-    /// Renews the state file, or removes it while there is nothing to say.
-    fn renew(&self) {
-        let Some(path) = &self.state else { return };
-        // Held by another when the process ends, and for ever in a child that was forked while its parent wrote.
-        let Ok(mut kept) = STATE.try_lock() else { return };
-        if LEFT.load(Ordering::Acquire) {
-            return;
-        }
-        match ask(&self.requests, |reply| Request::Status(KEPT_IN_FILE, reply)) {
-            // The profiler is busy: without a new state the old one shows no heartbeat.
-            None => {}
-            Some(None) => drop(kept.take().map(|(_, path)| std::fs::remove_file(path))),
-            Some(Some(text)) => {
-                let ours =
-                    kept.as_ref().filter(|(owner, _)| *owner == std::process::id()).map(|(_, path)| path.clone());
-                let path = ours.unwrap_or_else(|| claim(path, |path| is_older(path, 10 * BEAT)).0);
-                let text = with_room(text);
-                let written = metrics::replace(&path, &text).or_else(|_| metrics::overwrite(&path, &text));
-                let is_written = written.is_ok();
-                if is_written {
-                    *kept = Some((std::process::id(), path));
-                }
-            }
-        }
-    }
-}
-
-/// Blanks at the end, so that the file has room for a longer state when the disk is full.
-fn with_room(mut text: String) -> String {
-    let length = (text.len() + text.len() / 4).next_multiple_of(BLOCK);
-    text.extend(std::iter::repeat_n(' ', length - text.len()));
-    text
 }
 
 /// The writer's answer, if it comes in time.
-fn ask<T>(requests: &Sender<Request>, request: impl FnOnce(Sender<T>) -> Request) -> Option<T> {
+pub(super) fn ask<T>(requests: &Sender<Request>, request: impl FnOnce(Sender<T>) -> Request) -> Option<T> {
     let (reply, wait) = mpsc::channel();
     requests.send(request(reply)).ok()?;
     wait.recv_timeout(ANSWER).ok()
+}
+
+/// Answers one word of a client of the control socket.
+fn talk(client: &UnixStream, answer: impl FnOnce(&str) -> String) -> std::io::Result<()> {
+    let mut client = server::Limited::new(client, CLIENT);
+    let word = server::read_until(&mut client, b"\n")?;
+    client.extend();
+    client.write_all(answer(word.trim()).as_bytes())
 }
 
 fn answer(requests: &Sender<Request>, word: &str) -> String {
@@ -271,7 +185,7 @@ fn listen_with_key(
 }
 
 /// Gives the status to a client that has the key.
-fn handle_with_key(key: SharedKey, requests: Sender<Request>) -> server::Handle {
+fn handle_with_key(key: SharedKey, requests: Sender<Request>) -> server::Handle<TcpStream> {
     // Threads share it.
     let requests = Mutex::new(requests);
     Arc::new(move |client| {
@@ -296,14 +210,8 @@ fn bind_at(path: &Path) -> std::io::Result<UnixListener> {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         std::fs::create_dir_all(dir)?;
     }
-    // The kernel takes 107 bytes of a name; a longer one is reached through its directory's descriptor.
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let opened = (path.as_os_str().len() > LONGEST_NAME).then(|| std::fs::File::open(dir)).transpose()?;
-    let name = match (&opened, path.file_name()) {
-        (Some(dir), Some(file)) => PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(file),
-        _ => path.to_owned(),
-    };
-    if std::os::unix::net::UnixStream::connect(&name).is_err() {
+    let (_dir, name) = place::short_name(path)?;
+    if UnixStream::connect(&name).is_err() {
         let _ = std::fs::remove_file(path);
     }
     let listener = UnixListener::bind(&name)?;
@@ -312,21 +220,10 @@ fn bind_at(path: &Path) -> std::io::Result<UnixListener> {
     Ok(listener)
 }
 
-fn read_until(stream: &mut impl Read, done: impl Fn(&str) -> bool) -> String {
-    let mut text = String::new();
-    let mut bytes = [0; 512];
-    while text.len() < LONGEST && !done(&text) {
-        match stream.read(&mut bytes) {
-            Ok(0) | Err(_) => break,
-            Ok(count) => text.push_str(&String::from_utf8_lossy(&bytes[..count])),
-        }
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixStream;
+    use std::io::Read;
+    use std::time::Instant;
 
     use super::*;
 
@@ -346,5 +243,40 @@ mod tests {
             drop(listener.accept().unwrap());
             drop(client.join().unwrap());
         }
+    }
+
+    #[test]
+    fn a_client_that_trickles_keeps_no_other_one_waiting_and_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("towline-host-8.sock");
+        let control = Some(Registered::open(|| bind(&path)).unwrap());
+        let (requests, inbox) = mpsc::channel();
+        let service = Service { control, http: None, remote: None, requests };
+        std::thread::spawn(move || service.run());
+        std::thread::spawn(move || {
+            for request in inbox {
+                if let Request::Summary(reply) = request {
+                    let _ = reply.send("tables\n".into());
+                }
+            }
+        });
+        let mut slow = UnixStream::connect(&path).unwrap();
+        let trickling = std::thread::spawn(move || {
+            let began = Instant::now();
+            while slow.write_all(b"s").is_ok() {
+                std::thread::sleep(CLIENT / 5);
+            }
+            began.elapsed()
+        });
+        std::thread::sleep(CLIENT / 5);
+        let began = Instant::now();
+        let mut text = String::new();
+        let mut quick = UnixStream::connect(&path).unwrap();
+        quick.write_all(b"summary\n").unwrap();
+        quick.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "tables\n");
+        assert!(began.elapsed() < CLIENT / 2, "{:?}", began.elapsed());
+        let trickled = trickling.join().unwrap();
+        assert!(trickled < 10 * CLIENT, "{trickled:?}");
     }
 }

@@ -31,6 +31,7 @@ use super::process::{Notice, Profiler, Request};
 use super::ring::Drain;
 use super::say::{Level, host, say};
 use super::service::{self, Service};
+use super::state_file;
 use super::summary::{self, Summary};
 use super::tracker::{Comm, Tracker};
 use super::verdict::{Call, Job, Key, Route, Told, Whereabouts};
@@ -145,7 +146,7 @@ impl Writer {
         }
         let labels = Labels::of_process(&pid);
         let listen = (settings.listen, settings.remote.as_ref(), labels.local_rank);
-        let (service, complaints) = Service::open(settings.control.clone(), listen, settings.state.clone(), requests);
+        let (service, complaints) = Service::open(settings.control.clone(), listen, requests.clone());
         // The user did not ask for what serves the status alone, unless over TCP.
         let level = if settings.is_asked_for() || settings.remote.is_some() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
@@ -153,6 +154,11 @@ impl Writer {
             && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())
         {
             say(Level::Warn, &format!("nobody serves the control socket: {error}"));
+        }
+        if let Some(path) = settings.state.clone()
+            && let Err(error) = crate::os::thread::spawn("towline-state", move || state_file::keep(&path, &requests))
+        {
+            say(level, &format!("nobody keeps the state file: {error}"));
         }
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();

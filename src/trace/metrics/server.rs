@@ -5,6 +5,8 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -17,6 +19,9 @@ const CLIENT: Duration = Duration::from_secs(10);
 /// Clients that a listener serves at once; more are turned away.
 pub(in crate::trace) const CLIENTS: usize = 16;
 
+/// How long it may take to tell one client too many that it is; what it is told has room in its socket.
+const TURNED_AWAY: Duration = Duration::from_millis(10);
+
 /// Longest request that is read.
 const LONGEST: usize = 8192;
 
@@ -27,7 +32,27 @@ const PORTS: u16 = 64;
 pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// What is done for a client, on its own thread.
-pub(in crate::trace) type Handle = Arc<dyn Fn(&TcpStream) + Send + Sync>;
+pub(in crate::trace) type Handle<S> = Arc<dyn Fn(&S) + Send + Sync>;
+
+/// A client's connection.
+pub(in crate::trace) trait Socket: AsRawFd + Send + 'static {
+    /// How long the next read or write may last.
+    fn limit(&self, time: Duration) -> io::Result<()>;
+}
+
+impl Socket for TcpStream {
+    fn limit(&self, time: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(time))?;
+        self.set_write_timeout(Some(time))
+    }
+}
+
+impl Socket for UnixStream {
+    fn limit(&self, time: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(time))?;
+        self.set_write_timeout(Some(time))
+    }
+}
 
 /// The clients of a listener that are being served, and what one more gets.
 #[derive(Debug)]
@@ -71,13 +96,15 @@ pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io
 }
 
 /// Takes in one client.
-pub(in crate::trace) fn serve(listener: &TcpListener, clients: &Clients, handle: &Handle) {
-    let Ok(client) = Registered::open(|| listener.accept().map(|(stream, _)| stream)) else { return };
+pub(in crate::trace) fn serve<S: Socket>(accept: impl FnOnce() -> io::Result<S>, clients: &Clients, handle: &Handle<S>)
+where
+    for<'a> &'a S: Read + Write,
+{
+    let Ok(client) = Registered::open(accept) else { return };
     let served = Arc::clone(&clients.served);
     if served.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
         served.fetch_sub(1, Ordering::AcqRel);
-        let _ = client.set_nonblocking(true);
-        let _ = (&*client).write(&clients.turned_away);
+        let _ = Limited::new(&*client, TURNED_AWAY).write(&clients.turned_away);
         return;
     }
     let (handle, counted) = (Arc::clone(handle), Arc::clone(&served));
@@ -92,13 +119,13 @@ pub(in crate::trace) fn serve(listener: &TcpListener, clients: &Clients, handle:
 }
 
 /// A connection whose reads and writes together may last for a limited time.
-pub(in crate::trace) struct Limited<'a> {
-    stream: &'a TcpStream,
+pub(in crate::trace) struct Limited<'a, S> {
+    stream: &'a S,
     end: Instant,
 }
 
-impl<'a> Limited<'a> {
-    pub(in crate::trace) fn new(stream: &'a TcpStream, limit: Duration) -> Self {
+impl<'a, S: Socket> Limited<'a, S> {
+    pub(in crate::trace) fn new(stream: &'a S, limit: Duration) -> Self {
         Self { stream, end: Instant::now() + limit }
     }
 
@@ -107,22 +134,32 @@ impl<'a> Limited<'a> {
         self.end = Instant::now() + CLIENT;
     }
 
-    fn left(&self) -> io::Result<Option<Duration>> {
+    /// The next read or write may last for what is left.
+    fn limit(&self) -> io::Result<()> {
         let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left.max(Duration::from_millis(1)))) }
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.limit(left.max(Duration::from_millis(1)))
     }
 }
 
-impl Read for Limited<'_> {
+impl<'a, S: Socket> Read for Limited<'a, S>
+where
+    &'a S: Read,
+{
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(self.left()?)?;
+        self.limit()?;
         self.stream.read(bytes)
     }
 }
 
-impl Write for Limited<'_> {
+impl<'a, S: Socket> Write for Limited<'a, S>
+where
+    &'a S: Write,
+{
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.stream.set_write_timeout(self.left()?)?;
+        self.limit()?;
         self.stream.write(bytes)
     }
 
@@ -131,18 +168,23 @@ impl Write for Limited<'_> {
     }
 }
 
-/// Answers one request by HTTP.
-pub(in crate::trace) fn talk(client: &TcpStream, answer: &Answer) -> io::Result<()> {
-    let mut client = Limited::new(client, CLIENT);
+/// A request up to its end, or as long as one may be.
+pub(in crate::trace) fn read_until(client: &mut impl Read, end: &[u8]) -> io::Result<String> {
     let mut text = Vec::new();
     let mut bytes = [0; 512];
-    while text.len() < LONGEST && !text.windows(4).any(|end| end == b"\r\n\r\n") {
+    while text.len() < LONGEST && !text.windows(end.len()).any(|found| found == end) {
         match client.read(&mut bytes)? {
             0 => break,
             count => text.extend_from_slice(&bytes[..count]),
         }
     }
-    let text = String::from_utf8_lossy(&text);
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Answers one request by HTTP.
+pub(in crate::trace) fn talk(client: &TcpStream, answer: &Answer) -> io::Result<()> {
+    let mut client = Limited::new(client, CLIENT);
+    let text = read_until(&mut client, b"\r\n\r\n")?;
     let mut words = text.split_whitespace();
     let said = match (words.next(), words.next()) {
         (Some("GET"), Some(path)) => match answer(path.split('?').next().unwrap_or(path)) {
@@ -180,11 +222,11 @@ mod tests {
         let listener = bind(([127, 0, 0, 1], 0).into(), None).unwrap();
         let port = listener.local_addr().unwrap().port();
         let answer: Answer = Arc::new(|path| (path == "/metrics").then(|| "figures\n".into()));
-        let handle: Handle = Arc::new(move |client| drop(talk(client, &answer)));
+        let handle: Handle<TcpStream> = Arc::new(move |client| drop(talk(client, &answer)));
         std::thread::spawn(move || {
             let clients = Clients::of_http();
             loop {
-                serve(&listener, &clients, &handle);
+                serve(|| listener.accept().map(|(client, _)| client), &clients, &handle);
             }
         });
         // One sends no request, one never reads.
