@@ -441,22 +441,21 @@ impl Writer {
     /// The figures for Prometheus.
     fn metrics(&self, up: bool) -> String {
         let now = clock::now();
-        let groups = self.status.as_ref().map(|status| {
-            let mut groups: BTreeMap<String, metrics::Now> = BTreeMap::new();
-            for (context, comm) in status.tracker.comms() {
+        let oldest_open = self.status.as_ref().map(|status| {
+            let mut groups: BTreeMap<String, f64> = BTreeMap::new();
+            for (context, comm) in status.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
                 let Some(known) = self.summary.comms.get(context) else { continue };
-                let group = groups.entry(known.group.clone()).or_default();
-                group.made += comm.made();
-                let open = comm.calls().filter(|call| call.open && comm.ended.is_none());
+                let open = comm.calls().filter(|call| call.open);
                 let oldest = open.map(|call| now.saturating_sub(call.entered)).max().unwrap_or(0);
-                group.oldest_open = group.oldest_open.max(oldest as f64 / 1e9);
+                let group = groups.entry(known.group.clone()).or_default();
+                *group = group.max(oldest as f64 / 1e9);
             }
             groups
         });
         metrics::render(&metrics::Figures {
             labels: &self.labels,
             summary: &self.summary,
-            now: groups.as_ref(),
+            oldest_open: oldest_open.as_ref(),
             peers: self.profiler.settings.peers,
             up,
         })

@@ -1,5 +1,8 @@
 //! The dashboard asks only for metrics that there are.
 
+use std::io::Write;
+use std::process::{Command, Stdio};
+
 use super::check;
 use super::gpu::{self, Gpu};
 use super::host::{CommDescr, Host};
@@ -52,4 +55,29 @@ fn every_metric_of_the_dashboard_and_the_documentation_is_there() {
         assert!(docs.contains(short), "{family} is not in docs/profiling.md");
     }
     check::load(&check::traces(dir.path())[0]);
+}
+
+#[test]
+fn promtool_finds_nothing_to_say_about_the_metrics_and_the_rules() {
+    if Command::new("promtool").arg("--version").output().is_err() {
+        eprintln!("skipped: promtool (package prometheus) is not installed");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let peers = [("TOWLINE_METRICS_PEERS", "1")];
+    super::run("metrics", dir.path(), &[&peers[..], &gpu::variables()].concat());
+    let finds = |words: &[&str], input: &str| {
+        let mut command = Command::new("promtool");
+        command.args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+    };
+    let (good, said) = finds(&["check", "metrics"], &check::metrics(dir.path()));
+    assert!(good && said.is_empty(), "{said}");
+    let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/grafana/rules.yml");
+    let (good, said) = finds(&["check", "rules", rules], "");
+    assert!(good && said.contains("SUCCESS"), "{said}");
 }

@@ -10,7 +10,7 @@ pub(super) mod server;
 
 pub(crate) use labels::Labels;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -18,19 +18,10 @@ use family::{Family, Page};
 use labels::escape;
 
 use super::rail::Rail;
-use super::summary::{CommStat, PeerStat, Summary, WireStat};
+use super::summary::{CommStat, PeerStat, Summary, UNNAMED, WireStat};
 
 /// The family that shows whether the process runs.
 const UP: &str = "towline_process_up";
-
-/// What a group of communicators is doing.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(crate) struct Now {
-    /// For how many seconds its oldest call has been open; 0 when none is.
-    pub oldest_open: f64,
-    /// How many calls it has made.
-    pub made: u64,
-}
 
 /// What the figures are made from.
 pub(crate) struct Figures<'a> {
@@ -38,8 +29,8 @@ pub(crate) struct Figures<'a> {
     pub labels: &'a Labels,
     /// What has been.
     pub summary: &'a Summary,
-    /// What the groups of communicators are doing; none when that is not known.
-    pub now: Option<&'a BTreeMap<String, Now>>,
+    /// For how many seconds the oldest call of a group of communicators has been open; none when that is not known.
+    pub oldest_open: Option<&'a BTreeMap<String, f64>>,
     /// Whether each peer gets series of its own.
     pub peers: bool,
     /// Whether the process goes on.
@@ -51,16 +42,17 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
     let mut page = Page::new(figures.labels);
     let mut groups: BTreeMap<&str, CommStat> = BTreeMap::new();
     for comm in figures.summary.comms.values() {
-        groups.entry(&comm.group).or_default().add(comm);
+        let name = if comm.group.is_empty() { UNNAMED } else { &comm.group };
+        groups.entry(name).or_default().add(comm);
     }
+    let oldest_open: Option<Vec<f64>> =
+        figures.oldest_open.map(|open| groups.keys().map(|&name| open.get(name).copied().unwrap_or(0.0)).collect());
     let groups: Groups = groups.into_iter().map(|(name, stat)| (format!("comm=\"{}\"", escape(name)), stat)).collect();
     let mut info = page.family(UP, "gauge", "1 while the process runs, 0 when it has ended in order.");
     info.sample(&format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), u8::from(figures.up));
     gpus(&mut page, figures.summary);
     calls(&mut page, &groups);
-    if let Some(now) = figures.now {
-        state(&mut page, now);
-    }
+    state(&mut page, &groups, oldest_open.as_deref());
     steps(&mut page, &groups);
     if figures.peers {
         peers(&mut page, &groups);
@@ -75,8 +67,7 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
 /// What all series of the process are joined with to know its GPU. A process has as many as its host at most.
 fn gpus(page: &mut Page<'_>, summary: &Summary) {
     let mut family = page.family("towline_gpu_info", "gauge", "1 for each GPU of the process.");
-    let gpus: BTreeSet<&str> = summary.comms.values().map(|comm| comm.info.gpu.as_str()).collect();
-    gpus.iter().filter(|gpu| !gpu.is_empty()).for_each(|gpu| family.sample(&format!("gpu=\"{}\"", escape(gpu)), 1));
+    summary.gpus.iter().for_each(|gpu| family.sample(&format!("gpu=\"{}\"", escape(gpu)), 1));
 }
 
 /// By their labels.
@@ -118,17 +109,15 @@ fn calls(page: &mut Page<'_>, groups: &Groups) {
     }
 }
 
-fn state(page: &mut Page<'_>, now: &BTreeMap<String, Now>) {
-    let help = "For how long the oldest call that has not ended has been open; 0 when there is none.";
-    let mut family = page.family("towline_oldest_open_collective_seconds", "gauge", help);
-    for (group, now) in now {
-        family.sample(&format!("comm=\"{}\"", escape(group)), now.oldest_open);
+fn state(page: &mut Page<'_>, groups: &Groups, oldest_open: Option<&[f64]>) {
+    if let Some(oldest_open) = oldest_open {
+        let help = "For how long the oldest call that has not ended has been open; 0 when there is none.";
+        let mut family = page.family("towline_oldest_open_collective_seconds", "gauge", help);
+        groups.iter().zip(oldest_open).for_each(|((labels, _), open)| family.sample(labels, open));
     }
     let help = "Collectives that this rank has entered: a rank whose number is smaller than the others' is behind.";
     let mut family = page.family("towline_last_sequence", "gauge", help);
-    for (group, now) in now {
-        family.sample(&format!("comm=\"{}\"", escape(group)), now.made);
-    }
+    groups.iter().for_each(|(labels, group)| family.sample(labels, group.entered));
 }
 
 /// The transfers of each group in each direction, over all peers.
@@ -254,7 +243,7 @@ pub(crate) fn overwrite(path: &Path, text: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::event::CommInfo;
+    use crate::trace::event::{Body, Coll, CommInfo, ProxyOp, Record};
     use crate::trace::names::Name;
     use crate::trace::summary::CallKey;
 
@@ -264,7 +253,7 @@ mod tests {
 
     fn text(summary: &Summary) -> String {
         let labels = Labels::new("node4", "7", |name| (name == "RANK").then(|| "19".into()));
-        render(&Figures { labels: &labels, summary, now: None, peers: false, up: true })
+        render(&Figures { labels: &labels, summary, oldest_open: None, peers: false, up: true })
     }
 
     #[test]
@@ -334,28 +323,80 @@ mod tests {
         assert_eq!(names.len(), series.len());
     }
 
+    /// The value of each series.
+    fn series(text: &str) -> BTreeMap<String, f64> {
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        lines
+            .filter_map(|line| line.rsplit_once(' '))
+            .map(|(name, value)| (name.into(), value.parse().unwrap()))
+            .collect()
+    }
+
     #[test]
-    fn no_counter_goes_back_or_jumps_when_communicators_end_and_are_put_together() {
+    fn no_series_goes_back_jumps_or_disappears_when_communicators_end_and_are_put_together() {
         let mut summary = Summary::default();
-        let sum = |text: &str, name: &str| -> f64 {
-            let lines =
-                text.lines().filter(|line| line.starts_with("towline_step_bytes_total{") && line.contains(name));
-            lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
-        };
+        let mut before = BTreeMap::new();
         for number in 0..2000 {
             let name = ["dp", "tp", ""][number as usize % 3];
-            summary.comm(&comm(number, name));
-            *summary.comms.get_mut(&number).unwrap().peers.entry((1, true)).or_default() =
-                PeerStat { steps: 1, bytes: 1, ..PeerStat::default() };
-            summary.comm_ends(number, 0);
-            if number % 500 == 499 {
-                let text = text(&summary);
-                let told = ["comm=\"dp\"", "comm=\"tp\"", "comm=\"unnamed\""].map(|name| sum(&text, name));
-                let made = |rest| (0..=number).filter(|number| number % 3 == rest).count() as f64;
-                assert_eq!(told, [made(0), made(1), made(2)]);
+            let gpu = if number == 0 { "0 at 0000:3b:00.0" } else { "1 at 0000:5e:00.0" };
+            summary.comm(&CommInfo { gpu: gpu.into(), ..comm(number, name) });
+            let coll = Coll { func: "AllReduce".into(), ..Coll::default() };
+            for (id, parent, body) in [
+                (1, 0, Body::Coll(coll)),
+                (2, 1, Body::ProxyOp(ProxyOp { peer: 1, send: true, ..ProxyOp::default() })),
+                (3, 2, Body::ProxyStep { step: 0 }),
+                (3, 0, Body::Stop),
+                (2, 0, Body::Stop),
+                (1, 0, Body::Stop),
+            ] {
+                summary.apply(&Record { when: number, id, parent, context: number, rank: 0, thread: 0, body });
             }
+            summary.comm_ends(number, number + 1);
+            let now = series(&text(&summary));
+            for (name, was) in &before {
+                assert!(now.get(name).is_some_and(|is| is >= was), "{name} was {was} and is {:?}", now.get(name));
+            }
+            if number % 500 == 499 {
+                for name in ["towline_last_sequence", "towline_step_total", "towline_collectives_total"] {
+                    for (rest, comm) in ["dp", "tp", "unnamed"].into_iter().enumerate() {
+                        let own = |it: &str| it.starts_with(name) && it.contains(&format!("comm=\"{comm}\""));
+                        let sum: f64 = now.iter().filter(|(it, _)| own(it)).map(|(_, value)| value).sum();
+                        let made = (0..=number).filter(|number| *number as usize % 3 == rest).count();
+                        assert_eq!(sum, made as f64, "{name} of {comm}");
+                    }
+                }
+            }
+            before = now;
         }
         assert!(summary.comms.len() < 600);
+    }
+
+    #[test]
+    fn what_is_open_is_told_of_each_group_and_its_end_as_nothing() {
+        let mut summary = Summary::default();
+        summary.comm(&comm(1, "dp"));
+        summary.comm(&comm(2, "tp"));
+        let labels = Labels::new("node4", "7", |_| None);
+        let open = BTreeMap::from([("dp".to_owned(), 7.5)]);
+        let figures = Figures { labels: &labels, summary: &summary, oldest_open: Some(&open), peers: false, up: true };
+        let told = series(&render(&figures));
+        let name = "towline_oldest_open_collective_seconds";
+        let of = |comm: &str| told[&format!("{name}{{host=\"node4\",pid=\"7\",comm=\"{comm}\"}}")];
+        assert_eq!((of("dp"), of("tp")), (7.5, 0.0));
+    }
+
+    #[test]
+    fn what_belongs_to_no_known_communicator_is_not_without_a_name() {
+        let mut summary = Summary::default();
+        for (id, parent, body) in [
+            (2, 0, Body::ProxyOp(ProxyOp { peer: 1, send: true, ..ProxyOp::default() })),
+            (3, 2, Body::ProxyStep { step: 0 }),
+            (3, 0, Body::Stop),
+        ] {
+            summary.apply(&Record { when: 1, id, parent, context: 0, rank: 0, thread: 0, body });
+        }
+        let text = text(&summary);
+        assert!(text.contains(r#"comm="unnamed",direction="send"} 1"#) && !text.contains("comm=\"\""), "{text}");
     }
 
     #[test]
@@ -385,7 +426,7 @@ mod tests {
         let path = dir.path().join("t.prom");
         let (labels, summary) = (Labels::new("node4", "7", |_| None), Summary::default());
         for up in [true, false] {
-            let figures = Figures { labels: &labels, summary: &summary, now: None, peers: false, up };
+            let figures = Figures { labels: &labels, summary: &summary, oldest_open: None, peers: false, up };
             replace(&path, &render(&figures)).unwrap();
             assert_eq!(has_ended(&path), !up);
         }

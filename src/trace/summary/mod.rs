@@ -18,7 +18,7 @@ pub(crate) use calls::{Arrival, CallKey, CallStat, size_of_datatype};
 pub(crate) use histogram::Histogram;
 pub(crate) use table::{bytes, render, time};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::{Body, CommInfo, NetTimes, Record, state};
 use super::hash::QuickMap;
@@ -35,8 +35,8 @@ const GROUPS: usize = 16;
 /// The group of the communicators for which there was no group left.
 const OTHERS: &str = "others";
 
-/// The group of the communicators without a name.
-const UNNAMED: &str = "unnamed";
+/// The group of the communicators without a name, and of what belongs to none that is known.
+pub(crate) const UNNAMED: &str = "unnamed";
 
 /// Open events that are followed at once; beyond, something loses its stops.
 const OPEN: usize = 1 << 18;
@@ -92,6 +92,8 @@ pub(crate) struct CommStat {
     pub info: CommInfo,
     /// The communicators with which it is counted together where there must not be too many.
     pub group: String,
+    /// Collectives that were entered.
+    pub entered: u64,
     /// By function, algorithm and protocol.
     pub calls: BTreeMap<CallKey, CallStat>,
     /// By peer, and whether we send to it.
@@ -151,6 +153,8 @@ struct Net {
 pub(crate) struct Summary {
     /// By communicator's context.
     pub comms: BTreeMap<u64, CommStat>,
+    /// The GPUs of its communicators, also of those that have ended.
+    pub gpus: BTreeSet<String>,
     /// Events that were dropped.
     pub dropped: u64,
     /// What is known of the connections.
@@ -181,6 +185,9 @@ impl Summary {
     /// A communicator begins, or more is known of it.
     pub(crate) fn comm(&mut self, info: &CommInfo) {
         let group = self.group(&info.name);
+        if !info.gpu.is_empty() && !self.gpus.contains(&info.gpu) {
+            self.gpus.insert(info.gpu.clone());
+        }
         let comm = self.comms.entry(info.context).or_default();
         (comm.info, comm.group) = (info.clone(), group);
         if self.comms.len() > COMMS {
@@ -250,7 +257,14 @@ impl Summary {
                     self.stop(record.id, when);
                 }
             }
-            Body::Coll(_) | Body::P2p(_) | Body::CeColl(_) => self.calls.start(record),
+            Body::Coll(_) | Body::P2p(_) | Body::CeColl(_) => {
+                if !matches!(record.body, Body::P2p(_))
+                    && let Some(comm) = self.comms.get_mut(&record.context)
+                {
+                    comm.entered += 1;
+                }
+                self.calls.start(record);
+            }
             Body::ProxyOp(op) if self.ops.len() < OPEN => {
                 self.calls.child_begins(record.parent, when);
                 let comm = record.context;
@@ -446,6 +460,7 @@ impl WireStat {
 impl CommStat {
     /// Adds another's figures; the communicator's identity stays.
     pub(crate) fn add(&mut self, other: &CommStat) {
+        self.entered += other.entered;
         for (key, call) in &other.calls {
             self.calls.entry(*key).or_default().add(call);
         }

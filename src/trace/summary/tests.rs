@@ -46,7 +46,7 @@ fn a_message_counts_once_wherever_its_parts_lie() {
     let summary = summary(&[&shares, &out_of_order, &[part(0, 0), part(10, 1)], &[part(0, 0)]]);
     assert_eq!(messages(&summary), 4);
     let labels = Labels::new("host", "7", |_| None);
-    let metrics = render(&Figures { labels: &labels, summary: &summary, now: None, peers: false, up: true });
+    let metrics = render(&Figures { labels: &labels, summary: &summary, oldest_open: None, peers: false, up: true });
     let lines = metrics.lines().filter(|line| line.starts_with("towline_wire_messages_total{"));
     let values: Vec<&str> = lines.filter_map(|line| line.rsplit(' ').next()).collect();
     assert_eq!(values, ["4", "0"], "each on the rail of its first part: {metrics}");
