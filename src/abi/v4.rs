@@ -240,8 +240,8 @@ fn alone(data: &mut *mut c_void, size: &mut c_int, mhandle: &mut *mut c_void) ->
     Group { n: 1, data, sizes: size, tags: None, mhandles: mhandle, phandles: ptr::null_mut() }
 }
 
-/// `test`, every version. Sizes are `int` also where messages may be larger: what does not fit is told as the
-/// largest `int`.
+/// `test`, every version. Sizes are `int` also where messages may be larger: a size that does not fit is reported as
+/// the largest `int`.
 pub(super) unsafe extern "C" fn test<const API: u8>(
     request: *mut c_void,
     done: *mut c_int,

@@ -146,7 +146,7 @@ macro_rules! transferring {
                 self.0.register_dmabuf(memory, kind, buffer)
             }
 
-            /// Asks whether a request is done. `Some` tells the size of each buffer. After that, or after an error,
+            /// Whether a request is done: `Some` has the size of each buffer. After that, or after an error,
             /// the request is over and must not be tested again.
             pub fn test(&self, request: &Request) -> Result<Option<Sizes>> {
                 self.0.test(request)

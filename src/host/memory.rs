@@ -1,6 +1,6 @@
 //! Page-aligned memory that a plugin may read and write while the host holds only a reference.
 //!
-//! Guarantees: the address never moves, the memory is zeroed at first, and a guard pattern on both sides tells
+//! Guarantees: the address never moves, the memory is zeroed at first, and a guard pattern on both sides shows
 //! whether a write went outside. It must not know what uses it.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

@@ -15,7 +15,7 @@
 //! What belongs where:
 //! - [`Plugin`] is an opened library, [`Net`] one API version of it, [`Context`] one communicator's use of that.
 //! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
-//!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
+//!   dropped; `close` returns the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
 //! - [`Memory`] is a buffer with guards on both sides.
 //! - [`log`](mod@log) is NCCL's logger; [`profiler`] drives the plugin's own profiler.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.

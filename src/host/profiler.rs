@@ -2,7 +2,7 @@
 //! run without GPUs leaves the traces, tables and metrics that a training job would.
 //!
 //! As in NCCL, a collective has one operation per neighbour, an operation a step per message, and each message carries a
-//! handle under which the network plugin tells of its parts. Only one version is spoken (v6, NCCL 2.29 and 2.30).
+//! handle under which the network plugin reports its parts. It uses only one version (v6, NCCL 2.29 and 2.30).
 //! One thread drives it, as NCCL's proxy thread does.
 
 use std::ffi::{CStr, c_int, c_void};

@@ -1,4 +1,4 @@
-//! The ground floor: NCCL's plugin interface as Rust types, and what our transport and our profiler tell each other through it.
+//! The ground floor: NCCL's plugin interface as Rust types, and what our transport reports to our profiler through it.
 //!
 //! It imports nothing of the other rooms.
 

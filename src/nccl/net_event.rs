@@ -5,8 +5,8 @@
 //! other profiler may read it too; the layout is fixed by [`VERSION`] and guarded by [`NetEvent::size`].
 //!
 //! The same structure serves start and update: at the start the times are zero, the update that precedes the stop
-//! repeats the start with the times filled in. A part that has ended when it is told of ([`FLAG_ENDED`]) has its times in
-//! the start, and no update.
+//! repeats the start with the times filled in. A part that has ended before its start is reported ([`FLAG_ENDED`]) has
+//! its times in the start, and no update.
 
 use std::mem::size_of;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -88,16 +88,16 @@ pub struct NetEvent {
     pub peer_port: u16,
     /// How many streams or queue pairs of the connection were re-established since its last event.
     pub reconnects: u16,
-    /// [`CARRIER_SOCKET`], [`CARRIER_QUEUE_PAIR`], or 0 when it is not told.
+    /// [`CARRIER_SOCKET`], [`CARRIER_QUEUE_PAIR`], or 0 when it is unknown.
     pub carrier: u32,
-    /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds. Told of the part that leaves
-    /// first, on behalf of the whole transfer; 0 of the others.
+    /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds. The part that
+    /// leaves first has it, on behalf of the whole transfer; the others have 0.
     pub wait_receiver_ns: u64,
     /// How long it waited for room in the socket, in nanoseconds.
     pub wait_socket_ns: u64,
-    /// How long it waited for credit (eager window, unacknowledged-bytes limit, places in a queue pair's send queue), in
-    /// nanoseconds. Told as the wait for the receiver is: how long later parts waited, for a stream whose window was full or
-    /// behind parts before them, is not told.
+    /// How long it waited for credit (eager window, unacknowledged-bytes limit, entries of a queue pair's send queue), in
+    /// nanoseconds. As with the wait for the receiver, only the first part has it: how long later parts waited, for a stream
+    /// whose window was full or behind parts before them, is not reported.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
     pub wire_ns: u64,
@@ -116,7 +116,7 @@ pub struct NetEvent {
 
 const _: () = assert!(size_of::<NetEvent>() == 128, "the layout of version 1 is frozen");
 
-/// What a rail carried of a transfer that has ended, and has been told of by nothing else: what [`Reader::Sums`] needs of a
+/// What a rail carried of a transfer that has ended, and that no other event reports: what [`Reader::Sums`] needs of a
 /// [`NetEvent`]. It stays within this library, whose transport and profiler are of one version, and may change with it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -122,7 +122,7 @@ struct State {
     bound: bool,
     /// The last try was bound and no answer came, so the next one over the same rails is not.
     goes_unbound: bool,
-    /// The kernel had no memory for a call, and is to be asked again.
+    /// The kernel had no memory for a call, which must be repeated.
     short: bool,
     /// The try under way has taken too long.
     unanswered: bool,

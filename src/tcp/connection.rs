@@ -98,7 +98,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What the control thread does when it was called, or a check is due.
     fn do_chores(conn: &Connection<Self>) -> Progress;
 
-    /// Lets what was reported done reach the peer, and tells it that nothing follows.
+    /// Lets what was reported done reach the peer, and sends the goodbye.
     fn say_goodbye(conn: &Connection<Self>);
 
     /// The connection is closed.

@@ -458,7 +458,7 @@ impl SendCore {
     }
 
     /// The query to send the receiver about a long message at once, if short ones came recently: a receiver of release 0.1
-    /// announces receives for long messages then only when it is asked.
+    /// announces receives for long messages then only as the answer to a query.
     pub(crate) fn query_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;

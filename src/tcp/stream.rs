@@ -214,7 +214,7 @@ impl<Io> Stream<Io> {
         }
     }
 
-    /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
+    /// Whether the stream's worker is looking for work at this moment, or about to: another thread may be waking it.
     /// Never waits. False without a socket.
     pub(crate) fn is_awake(&self) -> bool {
         match self.registration.try_lock() {

@@ -108,8 +108,8 @@ impl<D: Direction> Connection<D> {
         self.samples().any(|sample| sample.silent < since.elapsed())
     }
 
-    /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are
-    /// looked at without its lock.
+    /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The thread polls the
+    /// streams without the suspicion's lock.
     pub(super) fn drop_refuted(&self) {
         let suspected = lock(&self.inquiry).as_ref().filter(|inquiry| inquiry.is_suspicion()).map(PeerInquiry::since);
         let Some(since) = suspected else { return };

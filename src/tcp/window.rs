@@ -22,7 +22,7 @@ use crate::engine::schedule::constants::{
 ///
 /// The window says which share of many bytes a stream carries. For a message now and then that says nothing: it may travel
 /// on one stream alone, and eight of them are carried evenly by all streams if the seven others wait for the slowest. So
-/// here a clock is looked at. Measured on four streams of one rail, of which one had 100 Mbit/s and the others 3.4 Gbit/s
+/// this measures time. Measured on four streams of one rail, of which one had 100 Mbit/s and the others 3.4 Gbit/s
 /// together: a message of 128 KiB by itself took 5.5 ms where that was the first stream, and 0.2 ms now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Pace(u64);

@@ -19,8 +19,8 @@ struct Loaded<V: Version> {
     functions: Functions<V::Descr, V::Args>,
 }
 
-/// Opens the profiler at `path`, in `version` of the interface or, when it does not have that, the next older one. Of
-/// a newer one it would miss what NCCL does not tell.
+/// Opens the profiler at `path`, in `version` of the interface or, when it does not have that, the next older one. With
+/// a newer one it would miss what NCCL does not report.
 pub(super) fn load(path: &Path, version: u32) -> Result<Box<dyn Second>> {
     // SAFETY: the library's constructors run, as they would if NCCL loaded it; the user who named it is responsible for
     // it.

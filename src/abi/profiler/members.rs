@@ -183,7 +183,7 @@ pub(super) unsafe fn start_of(&Net { parent, rank, plugin: net }: &Net<'_>) -> S
     Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
-/// The parts that `start` tells of in one, where it has others behind the first; else none.
+/// The parts that one `start` reports together, where others follow the first; else none.
 ///
 /// # Safety
 /// As for [`start_of`], which made `start`; they are there as long as its descriptor.

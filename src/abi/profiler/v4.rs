@@ -1,6 +1,6 @@
 //! v4 of the profiler interface, loaded by NCCL 2.27.
 //!
-//! New against v3: `init` tells the communicator and brings NCCL's logger, descriptors no longer do; kernels carry the
+//! New against v3: `init` names the communicator and brings NCCL's logger, descriptors no longer do; kernels carry the
 //! GPU's time; steps carry sizes and the wait for the peer; network plugins may update.
 
 use std::ffi::{c_char, c_int, c_void};

@@ -36,7 +36,7 @@
 //! | full socket | its worker; for the first stream the control thread | the kernel reports room |
 //! | slow | a faster stream, to which the next chunks are left (`tcp::window`) | its pace is forgotten, or shows otherwise |
 //! | no kernel memory | the control thread, each millisecond | the call succeeds |
-//! | unfenced | the control thread: it asks the receiver what arrived | the receiver has answered: absent |
+//! | unfenced | the control thread: it queries the receiver for what arrived | the receiver has answered: absent |
 //!
 //! [`share`] says how many workers and streams a process has.
 

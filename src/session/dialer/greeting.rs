@@ -25,7 +25,7 @@ pub(super) struct Exchange {
     secret: Secret,
     features: u32,
     offered: Option<Offered>,
-    /// The registration of a further stream. Made before the peer is asked to admit the stream.
+    /// The registration of a further stream. Made before the request to the peer to admit the stream.
     registration: Option<Registration>,
 }
 

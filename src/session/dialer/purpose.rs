@@ -48,7 +48,7 @@ pub(super) struct Proved {
     pub features: u32,
     /// The keys of an encrypted stream.
     pub keys: Option<Keys>,
-    /// The epoch that was asked for.
+    /// The requested epoch.
     pub epoch: u16,
     /// What [`Purpose::register_socket`] returned.
     pub registration: Option<Registration>,

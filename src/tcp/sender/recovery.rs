@@ -1,4 +1,4 @@
-//! Streams that end and come back: which thread decides, what the receiver is asked for, what the control thread polls.
+//! Streams that end and come back: which thread decides, what the sender requests from the receiver, what the control thread polls.
 
 use std::io;
 use std::sync::Arc;

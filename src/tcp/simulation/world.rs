@@ -349,7 +349,7 @@ impl World {
         }
     }
 
-    /// The receiver sees the end of a stream, and tells the sender, over any other.
+    /// The receiver sees the end of a stream, and reports it to the sender over any other.
     fn receiver_notices(&mut self, index: usize) {
         self.end_epoch(index, self.receiver.epoch(index));
     }
