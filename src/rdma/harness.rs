@@ -38,7 +38,7 @@ pub(super) fn posted(memory: &[u8], tag: i32) -> Option<Posted> {
 /// The parameters of a connection.
 #[derive(Debug, Clone)]
 pub(super) struct Plan {
-    /// The places of both sides' ports.
+    /// The indices of both sides' ports.
     pub(super) ports: [&'static [usize]; 2],
     /// Queue pairs in all.
     pub(super) qps: usize,
@@ -84,7 +84,7 @@ pub(super) struct Ends {
     pub(super) recv: Arc<RdmaRecv>,
     /// The receiver's ports.
     pub(super) receiving: Adapters,
-    /// Its queues, each with the place of its port.
+    /// Its queues, each with the index of its port.
     pub(super) queues: Vec<(usize, u64)>,
     ring: u64,
 }
@@ -193,15 +193,15 @@ impl Ends {
 
     /// Waits for CTS entry `number` in the sender's ring, and changes it.
     pub(super) fn forge(&self, number: u32, change: impl FnOnce(&mut CtsEntry)) {
-        let place = (self.ring + (number as usize % CTS_ENTRIES * CTS_BYTES) as u64) as *mut [u8; CTS_BYTES];
+        let slot = (self.ring + (number as usize % CTS_ENTRIES * CTS_BYTES) as u64) as *mut [u8; CTS_BYTES];
         let mut cts = until("the CTS entry", || {
-            // SAFETY: a place of the ring, which exists as long as the sender; `decode` detects an incomplete entry.
-            let bytes = unsafe { place.read_volatile() };
+            // SAFETY: a slot of the ring, which exists as long as the sender; `decode` detects an incomplete entry.
+            let bytes = unsafe { slot.read_volatile() };
             CtsEntry::decode(&bytes, number)
         });
         change(&mut cts);
-        // SAFETY: as above; the device writes the place only once, and no thread has read it yet.
-        unsafe { place.write_volatile(cts.encode()) };
+        // SAFETY: as above; the device writes the slot only once, and no thread has read it yet.
+        unsafe { slot.write_volatile(cts.encode()) };
     }
 }
 

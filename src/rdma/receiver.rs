@@ -627,7 +627,7 @@ impl RdmaRecv {
         self.write_to_ring((fabric, *cts_qp), mirror, silent, CTS_ENTRIES, 8)
     }
 
-    /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is
+    /// Writes bytes of the mirror, from an entry on, into the sender's ring. The completion of a write of no bytes is
     /// requested: it shows that those before it have arrived.
     #[inline]
     fn write_to_ring(
@@ -675,8 +675,8 @@ impl RdmaRecv {
         let (length, is_piece) = if immediate.is_reported {
             (slot.size, left == 0)
         } else {
-            let (shares, place) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
-            (u64::from(completion.length()), left == 0 || shares <= MOST || place < MOST)
+            let (shares, position) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
+            (u64::from(completion.length()), left == 0 || shares <= MOST || position < MOST)
         };
         if is_piece {
             let chunk = Chunk {

@@ -309,7 +309,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
         let number = 77_u32;
         let own = [&left, &right]
             .map(|side| Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned"));
-        let mut places = [0; 2];
+        let mut entries = [0; 2];
         for side in 0..2 {
             for qp in 0..qps {
                 let qp_of = fabrics[side].qp(qp);
@@ -321,9 +321,9 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
                 assert_eq!(fits, depth[side], "as deep as wanted");
                 // The sender's writes take up receives; the receiver's are CTS entries.
                 let immediate = (side == 0).then_some(0);
-                for place in 0..fits {
+                for write in 0..fits {
                     // Only the last one shows in memory.
-                    let length = if place + 1 == fits { 4 } else { 0 };
+                    let length = if write + 1 == fits { 4 } else { 0 };
                     let work = Work {
                         id: qp as u64,
                         local: Local { length, ..local },
@@ -337,7 +337,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
                     unsafe { qp_of.post(&[work]) }.expect("posted");
                 }
                 assert_eq!(qp_of.room(), 0);
-                places[side] += fits as usize;
+                entries[side] += fits as usize;
             }
         }
         // All have arrived; the acknowledgements follow.
@@ -359,8 +359,8 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
             fabric.poll(take).expect("a queue that was not overrun");
         }
         // The receiving side's queues hold its own writes and the immediates.
-        assert_eq!(counts, [places[0], places[1] + places[0]], "{qps} queue pairs of depth {depth:?}");
-        assert!(places[0] <= qps * receiver::DEPTH.receive as usize);
+        assert_eq!(counts, [entries[0], entries[1] + entries[0]], "{qps} queue pairs of depth {depth:?}");
+        assert!(entries[0] <= qps * receiver::DEPTH.receive as usize);
         for adapter in left.iter().chain(&*right) {
             let context = &adapter.open.context;
             let mut ready = libc::pollfd { fd: context.async_fd(), events: libc::POLLIN, revents: 0 };

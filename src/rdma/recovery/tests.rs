@@ -238,8 +238,8 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
 fn a_queue_pair_that_is_reported_failed_is_done_without() {
     let ends = Ends::connect(&Plan::two_ports());
     traffic(&ends, &mut Dice(3), 10, |_, _| ());
-    let (place, queue) = ends.queues[0];
-    assert!(ends.receiving[place].queue_failed(queue, "QP fatal error"));
+    let (index, queue) = ends.queues[0];
+    assert!(ends.receiving[index].queue_failed(queue, "QP fatal error"));
     traffic(&ends, &mut Dice(4), 40, |_, _| ());
     until("both sides give it up", || (ends.lost_pairs() == [1, 1]).then_some(()));
     all_are_back(&ends);
