@@ -278,6 +278,15 @@ variables! {
         help: "Whether Towline offers NCCL one-sided operations (puts, gets and signals; NCCL 2.30.7 and later) over TCP. \
                Set it the same way on all ranks.",
     }
+    cuda_queues: Option<String> {
+        name: "CUDA_DEVICE_MAX_CONNECTIONS",
+        default: "",
+        unit: "hardware queues of a GPU",
+        since: "0.2.0",
+        read: "init; one-sided operations",
+        help: "CUDA's limit. With 1 or 2 Towline offers no one-sided operations: a stream that waits for a signal holds up the \
+               queue through which the signal comes.",
+    }
     nccl_algo: Option<String> {
         name: "NCCL_ALGO",
         default: "",

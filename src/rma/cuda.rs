@@ -195,9 +195,9 @@ impl Driver {
         outcome
     }
 
-    /// A stream of its own, and so many events. Streams share the GPU's queues, one of them where `CUDA_DEVICE_MAX_CONNECTIONS`
-    /// is 1; but not with streams of another priority. So it has the greatest: else a stream of the application that waits for
-    /// a signal could hold up the queue that brings it.
+    /// A stream of its own, and so many events. Streams share the GPU's hardware queues, and a stream that waits holds up its
+    /// queue. So this one has the greatest priority, which has queues of its own (but see `Process::offers_one_sided`): else a
+    /// stream of the application that waits for a signal could hold up the copy that brings it.
     ///
     /// # Errors
     /// The driver's.

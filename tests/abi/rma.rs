@@ -58,6 +58,21 @@ fn nothing_is_offered_unless_it_is_asked_for() {
 }
 
 #[test]
+fn nothing_is_offered_where_a_gpu_has_too_few_queues() {
+    for queues in ["1", "2", "3"] {
+        let variables = [ON, ("NCCL_DEBUG", "INFO"), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+        child::alone("rma::nothing_is_offered_where_a_gpu_has_too_few_queues", &variables, || {
+            let _net = context(ApiVersion::V12);
+            if std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|queues| queues == "3") {
+                rma(16).init(COMM).expect("three are enough");
+            } else {
+                declines("with CUDA_DEVICE_MAX_CONNECTIONS at 1 or 2");
+            }
+        });
+    }
+}
+
+#[test]
 fn nothing_is_offered_to_a_communicator_of_another_network() {
     child::alone("rma::nothing_is_offered_to_a_communicator_of_another_network", &[ON, ("NCCL_DEBUG", "INFO")], || {
         // No network's `init` has been called: nobody has given a logger.

@@ -29,7 +29,7 @@ The steps, and what they are in nccl4py:
     destroy       ncclCommDestroy                                           Communicator.destroy
 Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
 whose memory stays as it is from then on, then a new communicator), "cut" (one stream is cut amid puts, and all bytes are
-right), "queue" (exchanges of all kinds where all streams share one queue: CUDA_DEVICE_MAX_CONNECTIONS=1, as with Megatron),
+right), "queue" (exchanges of all kinds where streams share the fewest queues that suffice: CUDA_DEVICE_MAX_CONNECTIONS=3),
 "socket" (NCCL's own one-sided operations over its sockets, for the times beside Towline's: NCCL 2.32 with the gdrdrv
 module; elsewhere it says that they do not start, and why). Only when asked for: "inner" (windows that begin inside of an
 allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself (nccl4py_steps.py): "py"
@@ -825,7 +825,7 @@ def environment(given, rank, folder, life):
         "ONE_SIDED_FOLDER": folder,
     }
     if life == "queue":
-        common["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        common["CUDA_DEVICE_MAX_CONNECTIONS"] = "3"
     common.update(pair.split("=", 1) for pair in given.env)
     # NCCL has windows only where it may use P2P; between these ranks it cannot, since they are two hosts.
     without = ("NCCL_P2P_DISABLE",)
