@@ -101,7 +101,7 @@ pub struct Init {
     pub comm_id: u64,
     /// v10 and later: the whole ToS / traffic-class byte, −1 when undefined.
     pub traffic_class: i32,
-    /// v10 and later: the profiler callback . NCCL always gives one; the default is that of an NCCL without profiler.
+    /// v10 and later: the profiler callback. NCCL always gives one; the default is that of an NCCL without profiler.
     pub profiler: ffi::ncclProfilerCallback_t,
     /// Gives no logger, as some tools do.
     pub without_logger: bool,

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::child;
 use crate::support::machine::machine;
+use crate::support::one_sided::{COMM, ON, rma};
 use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, eventually, outcome, part, pattern, watchdog};
 use towline::host::log::Capture;
@@ -422,6 +423,29 @@ fn a_peer_over_the_other_backend_is_an_error_at_once() {
                 let _listening = child::Guarded::start(listening);
                 child::run(&mut connecting, NAME);
             }
+        }
+    }
+}
+
+/// There NCCL's own proxy serves. Over TCP the same process offers them.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn one_sided_operations_are_declined_where_the_devices_are_rdmas() {
+    const NAME: &str = "net::one_sided_operations_are_declined_where_the_devices_are_rdmas";
+    for backend in ["rdma", "tcp"] {
+        child::alone(NAME, &[ON, ("TOWLINE_BACKEND", backend), ("NCCL_DEBUG", "INFO")], || {
+            let log = Capture::start();
+            let _net = context(ApiVersion::V12);
+            let begun = rma(16).init(COMM);
+            if crate::support::is_over_rdma() {
+                assert_eq!(begun.err(), Some(Code::InvalidUsage));
+                assert!(log.contains("they go over TCP only, and the devices are RDMA's"), "{:?}", log.records());
+            } else {
+                assert!(begun.is_ok(), "{:?}", log.records());
+            }
+        });
+        if child::role().is_some() {
+            return;
         }
     }
 }
