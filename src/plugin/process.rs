@@ -316,8 +316,10 @@ impl Process {
         // Copies have a stream of the greatest priority, which has a queue of its own where the GPU has three or more. Seen with
         // NCCL 2.30.7 and 2.32.3 on H200: with 1 the first put never ends, with 2 one in a graph, with 3 and more all do.
         if net.config.cuda_queues.as_ref().is_some_and(|queues| matches!(queues.trim().parse(), Ok(1 | 2))) {
-            return Err("with CUDA_DEVICE_MAX_CONNECTIONS at 1 or 2 a stream that waits for a signal holds up the copy that \
-                        brings it: leave it unset, or set 3 or more");
+            return Err(
+                "with CUDA_DEVICE_MAX_CONNECTIONS at 1 or 2 a stream that waits for a signal holds up the copy that \
+                        brings it: leave it unset, or set 3 or more",
+            );
         }
         Ok(class)
     }
