@@ -1,34 +1,19 @@
 //! The states of a job's processes, for `towline why` and `towline top`: from their state files, and fresher from the control
 //! sockets of those on this host; or over TCP.
-//!
-//! Whether a process of another host has a heartbeat is seen by watching its file: the hosts' clocks are not compared.
 
 use std::collections::BTreeSet;
-use std::io::{self, Read, Write};
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
-use crate::trace::clock;
-use crate::trace::live::{LONGEST, State, place};
-use crate::trace::verdict::{SILENT_NS, seconds};
+use crate::trace::live::gather::{self, Process};
+use crate::trace::live::{State, place};
+use crate::trace::verdict::seconds;
 use clap::Args;
 
-mod at_once;
 mod hosts;
-
-/// How long the processes of this host may take to answer on their control sockets, all together.
-const ANSWER: Duration = Duration::from_secs(2);
-
-/// The interval between two reads of other hosts' files.
-const LOOK: Duration = Duration::from_millis(200);
-
-/// A file of another host has changed by now if its process is to change it before it is silent.
-const MARGIN_NS: u64 = 1_000_000_000;
 
 /// Where to look.
 #[derive(Debug, Args)]
@@ -47,33 +32,6 @@ pub(crate) struct Found {
     pub(crate) processes: Vec<Process>,
     /// What the user should know beside them.
     pub(crate) notes: Vec<String>,
-}
-
-/// A process of the job.
-pub(crate) struct Process {
-    /// Its report.
-    pub(crate) state: State,
-    /// What to add to its times.
-    shift: i64,
-    /// When it last reported.
-    pub(crate) heard: u64,
-}
-
-impl Process {
-    /// One of this host.
-    pub(crate) fn here(state: State) -> Self {
-        Self { shift: 0, heard: state.now, state }
-    }
-
-    /// A time of its clock on ours.
-    pub(crate) fn time(&self, when: u64) -> u64 {
-        when.saturating_add_signed(self.shift)
-    }
-
-    /// Whether it is there at `now`.
-    pub(crate) fn is_alive(&self, now: u64) -> bool {
-        !self.state.exited && now.saturating_sub(self.heard) <= SILENT_NS
-    }
 }
 
 impl Place {
@@ -107,46 +65,10 @@ impl Place {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::system(format!("reading {}", dir.display()), &error)),
         };
-        let processes = gather(readable(states));
+        let processes = gather::processes(readable(states));
         let notes = dropped(&processes);
         Ok(Found { processes, notes })
     }
-}
-
-fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
-    let boot = place::boot();
-    let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
-    // By file: when its state was seen to change. Those that have ended are not waited for.
-    let mut seen: Vec<Option<u64>> = vec![None; there.len()];
-    let until = clock::now() + SILENT_NS + MARGIN_NS;
-    let awaited = |(file, seen): (&(PathBuf, State), &Option<u64>)| !file.1.exited && seen.is_none();
-    while there.iter().zip(&seen).any(awaited) && clock::now() < until {
-        std::thread::sleep(LOOK);
-        // Also those that were seen: while others are waited for they may fall silent, or go on.
-        for ((path, state), seen) in there.iter_mut().zip(&mut seen) {
-            if let Ok(fresh) = place::read(path)
-                && fresh.beat != state.beat
-            {
-                (*state, *seen) = (fresh, Some(clock::now()));
-            }
-        }
-    }
-    // Only now: they are judged by what they say at the end, not before others were waited for.
-    let here: Vec<State> = here
-        .into_iter()
-        .map(|(path, state)| place::read(&path).ok().filter(|it| it.process() == state.process()).unwrap_or(state))
-        .collect();
-    let answers = at_once::ask(here.clone(), Instant::now() + ANSWER, ask);
-    let mut found: Vec<Process> =
-        here.into_iter().zip(answers).map(|(state, answer)| Process::here(answer.flatten().unwrap_or(state))).collect();
-    found.extend(there.into_iter().zip(seen).map(|((_, state), seen)| {
-        let now = clock::now();
-        let wall = now.saturating_add_signed(clock::wall_offset());
-        let least = if state.exited { 0 } else { SILENT_NS + MARGIN_NS };
-        let heard = seen.unwrap_or_else(|| now.saturating_sub(wall.saturating_sub(state.wall).max(least)));
-        Process { shift: heard as i64 - state.now as i64, heard, state }
-    }));
-    found
 }
 
 /// The states that could be read; of each other file the user is told once.
@@ -164,31 +86,6 @@ fn readable(states: Vec<(PathBuf, io::Result<State>)>) -> Vec<(PathBuf, State)> 
     states.into_iter().filter_map(read).collect()
 }
 
-/// Requests the state of a process of this host, which has not ended. Its file may be old because its disk is full or does not
-/// answer.
-fn ask(state: &State) -> Option<State> {
-    if state.exited {
-        return None;
-    }
-    let (_dir, name) = place::short_name(Path::new(state.socket.as_ref()?)).ok()?;
-    let mut stream = UnixStream::connect(name).ok()?;
-    stream.set_read_timeout(Some(ANSWER)).ok()?;
-    stream.set_write_timeout(Some(ANSWER)).ok()?;
-    stream.write_all(b"status\n").ok()?;
-    stream.shutdown(Shutdown::Write).ok()?;
-    let mut bytes = Vec::new();
-    stream.take(LONGEST).read_to_end(&mut bytes).ok()?;
-    // In another container there may be another process's socket at this path.
-    State::read(&bytes).ok().filter(|fresh| fresh.process() == state.process())
-}
-
-/// The communicators that have not ended for some process that is alive: one without belongs to a job that is over.
-pub(crate) fn running(processes: &[Process], now: u64) -> BTreeSet<u64> {
-    let living = processes.iter().filter(|process| process.is_alive(now));
-    let comms = living.flat_map(|process| &process.state.communicators);
-    comms.filter(|comm| comm.ended.is_none()).map(|comm| comm.info().id).collect()
-}
-
 /// Which processes missed events.
 fn dropped(processes: &[Process]) -> Vec<String> {
     let dropped = processes.iter().filter(|process| process.state.dropped > 0).map(|process| {
@@ -201,106 +98,4 @@ fn dropped(processes: &[Process]) -> Vec<String> {
 /// How long ago, for users.
 pub(crate) fn ago(now: u64, when: u64) -> String {
     seconds(now.saturating_sub(when))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::net::UnixListener;
-
-    use super::*;
-
-    fn state(pid: i32, boot: u64, beat: u64) -> State {
-        let wall = clock::now().saturating_add_signed(clock::wall_offset());
-        State { pid, boot, beat, now: 1_000, wall, ..State::default() }
-    }
-
-    #[test]
-    fn a_process_of_another_host_is_alive_while_its_file_changes() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |name: &str, state: &State| std::fs::write(dir.path().join(name), state.text()).unwrap();
-        // Its clock and its wall clock say nothing that ours would understand.
-        write("a.state", &State { wall: 0, ..state(1, 7, 1) });
-        write("b.state", &state(2, 7, 1));
-        write("c.state", &State { exited: true, ..state(3, 7, 1) });
-        let of_this_host = |beat| State { now: clock::now(), ..state(4, place::boot(), beat) };
-        write("d.state", &of_this_host(1));
-        let states = readable(place::read_all(dir.path()).unwrap());
-        let found = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                // As long as the silent one is waited for.
-                for beat in 2..=7 {
-                    std::thread::sleep(Duration::from_millis(800));
-                    write("a.state", &State { wall: 0, now: 2_000, ..state(1, 7, beat) });
-                    write("d.state", &of_this_host(beat));
-                }
-            });
-            gather(states)
-        });
-        let now = clock::now();
-        let alive: Vec<(i32, bool)> = found.iter().map(|it| (it.state.pid, it.is_alive(now))).collect();
-        assert_eq!(
-            alive,
-            [(4, true), (1, true), (2, false), (3, false)],
-            "one of this host is not silent because others were waited for"
-        );
-        assert_eq!(found[1].time(2_000), found[1].heard);
-    }
-
-    /// A control socket that gives this answer to all.
-    fn answers_with(path: &Path, answer: Option<String>) {
-        let (_dir, name) = place::short_name(path).unwrap();
-        let listener = UnixListener::bind(name).unwrap();
-        std::thread::spawn(move || {
-            let mut kept = Vec::new();
-            for mut client in listener.incoming().flatten() {
-                match &answer {
-                    Some(answer) => {
-                        let _ = client.read(&mut [0; 16]);
-                        let _ = client.write_all(answer.as_bytes());
-                    }
-                    None => kept.push(client),
-                }
-            }
-        });
-    }
-
-    fn of_this_host(pid: i32, dir: &Path) -> State {
-        let socket = Some(dir.join(format!("{pid}.sock")).display().to_string());
-        State { now: clock::now(), stamp: 1, socket, ..state(pid, place::boot(), 1) }
-    }
-
-    #[test]
-    fn an_answer_of_another_containers_process_with_the_same_number_is_not_taken() {
-        let dir = tempfile::tempdir().unwrap();
-        let [ours, other] = [1, 2].map(|stamp| State { stamp, beat: 2, ..of_this_host(7, dir.path()) });
-        for (answer, expected) in [(other, 1), (ours, 2)] {
-            let state = of_this_host(7, dir.path());
-            let _ = std::fs::remove_file(dir.path().join("7.sock"));
-            answers_with(&dir.path().join("7.sock"), Some(answer.text()));
-            assert_eq!(gather(vec![("none".into(), state)])[0].state.beat, expected);
-        }
-    }
-
-    #[test]
-    fn a_process_whose_file_is_old_is_asked_all_the_same_wherever_its_socket_is() {
-        let dir = tempfile::tempdir().unwrap();
-        // Longer than what the kernel takes as a socket's name.
-        let dir = dir.path().join("d".repeat(120));
-        std::fs::create_dir(&dir).unwrap();
-        let answer = State { beat: 9, ..of_this_host(7, &dir) };
-        answers_with(&dir.join("7.sock"), Some(answer.text()));
-        let old = State { now: clock::now().saturating_sub(60 * 1_000_000_000), ..of_this_host(7, &dir) };
-        let found = gather(vec![("none".into(), old)]);
-        assert!(found[0].is_alive(clock::now()) && found[0].state.beat == 9);
-    }
-
-    #[test]
-    fn many_processes_that_do_not_answer_take_the_time_of_one() {
-        let dir = tempfile::tempdir().unwrap();
-        let states: Vec<_> = (0..60).map(|pid| (PathBuf::from("none"), of_this_host(pid, dir.path()))).collect();
-        (0..60).for_each(|pid| answers_with(&dir.path().join(format!("{pid}.sock")), None));
-        let began = Instant::now();
-        assert_eq!(gather(states).len(), 60);
-        assert!(began.elapsed() < 4 * ANSWER, "{:?}", began.elapsed());
-    }
 }

@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use crate::os::error::Result;
 use crate::trace::clock;
+use crate::trace::live::gather::{self, Process};
 use crate::trace::live::{CommState, ProcessKey, State};
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::Verdict;
-use super::gather::{self, Found, Process, ago};
+use super::gather::{Found, Place, ago};
 use super::output::print;
 use super::table::Table;
 
@@ -29,7 +30,7 @@ pub(crate) struct Options {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    place: gather::Place,
+    place: Place,
 }
 
 /// Runs the subcommand.

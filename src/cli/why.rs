@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use crate::os::error::Result;
 use crate::trace::clock;
-use crate::trace::verdict::{Finding, Job, Told, Whereabouts, name_of_call};
+use crate::trace::live::gather;
+use crate::trace::verdict::{Finding, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::Verdict;
-use super::gather::{self, Found, Process};
+use super::gather::{Found, Place};
 use super::output::print;
 
 /// Between two looks.
@@ -32,7 +33,7 @@ pub(crate) struct Options {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    place: gather::Place,
+    place: Place,
 }
 
 /// Runs the subcommand.
@@ -66,18 +67,7 @@ impl Answer {
         let processes = &found.processes;
         let now = clock::now();
         let comms = gather::running(processes, now);
-        let mut job = Job::default();
-        for process in processes {
-            let state = &process.state;
-            let place = Whereabouts { host: state.host.clone(), pid: state.pid, stamp: state.stamp, rank: state.rank };
-            for comm in &state.communicators {
-                let info = comm.info();
-                if comms.contains(&info.id) {
-                    job.add(&place, &info, told(process, comm.told(|when| process.time(when)), now));
-                }
-            }
-        }
-        let findings = job.findings();
+        let findings = gather::job(processes, now).findings();
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
         Self { findings, alive, communicators: comms.len(), remarks: found.notes }
     }
@@ -92,7 +82,7 @@ impl Answer {
         }
     }
 
-    fn text(&self, place: &gather::Place) -> String {
+    fn text(&self, place: &Place) -> String {
         let mut text = String::new();
         for finding in &self.findings {
             let _ = writeln!(text, "{}", finding.line());
@@ -162,18 +152,6 @@ fn finding(found: &Finding) -> Value {
     })
 }
 
-fn told(process: &Process, told: Told, now: u64) -> Told {
-    let routes = process.state.connections.iter().map(|it| it.route(process.time(it.moved)));
-    Told {
-        until: now,
-        heard: Some(process.heard),
-        exited: process.state.exited.then_some(process.heard),
-        routes: routes.collect(),
-        gaps: process.state.gaps(|when| process.time(when), now),
-        ..told
-    }
-}
-
 fn count(number: usize, one: &str, several: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { several })
 }
@@ -181,6 +159,7 @@ fn count(number: usize, one: &str, several: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::live::gather::Process;
     use crate::trace::live::network::Connection;
     use crate::trace::live::{CallState, CommState, State, WaitState};
 

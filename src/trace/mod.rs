@@ -41,6 +41,7 @@ mod service;
 pub(crate) mod settings;
 mod slots;
 mod state_file;
+mod stuck;
 pub(crate) mod summary;
 pub(crate) mod tracker;
 pub(crate) mod verdict;

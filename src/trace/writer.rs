@@ -11,7 +11,7 @@
 //! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 
 use std::collections::{BTreeMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use super::chain::Chain;
 use super::claim::{claim, is_older};
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
-use super::live::network::{Connections, Network};
+use super::live::network::Network;
 use super::live::{self, GapState, State, place};
 use super::metrics::{self, Labels};
 use super::names::Name;
@@ -32,9 +32,10 @@ use super::ring::Drain;
 use super::say::{Level, host, say};
 use super::service::{self, Service};
 use super::state_file;
+use super::stuck::{Own, Watch};
 use super::summary::{self, Summary};
-use super::tracker::{Comm, Tracker};
-use super::verdict::{Call, Job, Key, Route, Told, Whereabouts};
+use super::tracker::Tracker;
+use super::verdict::Whereabouts;
 
 /// Between two looks into the ring.
 const ROUND: Duration = Duration::from_millis(4);
@@ -59,9 +60,9 @@ struct Status {
     gaps: [Option<u64>; 3],
     /// As in the state.
     stamp: u64,
-    /// When to look next for calls that are stuck, and those that the user was told of.
+    /// When to look next for calls that are stuck.
     update_due: Instant,
-    told: HashSet<(u64, Key)>,
+    watch: Watch,
 }
 
 impl Status {
@@ -75,7 +76,7 @@ impl Status {
             gaps: [None; 3],
             stamp: random(),
             update_due: Instant::now(),
-            told: HashSet::new(),
+            watch: Watch::default(),
         }
     }
 }
@@ -284,8 +285,16 @@ impl Writer {
         }
         if let Some(status) = self.status.as_mut().filter(|status| due >= status.update_due) {
             status.update_due = due + LOOK;
-            let after = self.profiler.settings.stuck_after.as_nanos() as u64;
-            status.warn_of_what_is_stuck(after, self.labels.rank, self.profiler.connections);
+            status.tracker.forget(clock::now());
+            let settings = &self.profiler.settings;
+            let (pid, rank) = (std::process::id() as i32, self.labels.rank);
+            let own = Own {
+                place: &Whereabouts { host: host(), pid, stamp: status.stamp, rank },
+                connections: self.profiler.connections,
+                states: settings.state.as_deref().and_then(Path::parent),
+                after: settings.stuck_after,
+            };
+            status.watch.look(&status.tracker, &own);
         }
     }
 
@@ -543,52 +552,7 @@ impl Status {
         let [calls, ends, waits] = self.gaps;
         GapState { calls, ends, waits }
     }
-
-    /// Tells the user, once of each, of calls that are open for longer than `after`, as far as this process knows what they
-    /// wait for.
-    fn warn_of_what_is_stuck(&mut self, after: u64, rank: Option<i32>, connections: Connections) {
-        let now = clock::now();
-        self.tracker.forget(now);
-        let is_stuck = |call: &Call| call.open && now.saturating_sub(call.entered) >= after;
-        let stuck = |comm: &Comm| comm.calls().chain(comm.transfers()).any(is_stuck);
-        if !self.tracker.comms().values().any(|comm| comm.ended.is_none() && stuck(comm)) {
-            return;
-        }
-        let routes: Vec<Route> = connections().into_iter().map(|it| it.route(now)).collect();
-        let place = Whereabouts { host: host(), pid: std::process::id() as i32, stamp: self.stamp, rank };
-        let mut waits = self.tracker.waits();
-        let mut job = Job::default();
-        for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
-            // The other ranks' processes are not asked here.
-            let info = CommInfo { ranks: 0, ..comm.info.clone() };
-            let told = Told {
-                calls: comm.calls().copied().collect(),
-                transfers: comm.transfers().copied().collect(),
-                exchanged: comm.exchanged.clone(),
-                waits: waits.remove(context).unwrap_or_default(),
-                until: now,
-                routes: routes.clone(),
-                ..Told::default()
-            };
-            job.add(&place, &info, told);
-        }
-        for finding in job.findings() {
-            if let Some(waiting) = &finding.verdict.waiting
-                && waiting.for_ns >= after
-                && self.told.insert((finding.comm.id, waiting.key))
-            {
-                let (title, sentence) = (&finding.comm.title, finding.sentence());
-                say(Level::Warn, &format!("{title}: {sentence} (towline why looks at all ranks)"));
-            }
-        }
-        if self.told.len() > TOLD {
-            self.told.clear();
-        }
-    }
 }
-
-/// Calls that the user was told of are remembered up to this number.
-const TOLD: usize = 10_000;
 
 /// A number that no other process draws; 0 where there is no randomness.
 fn random() -> u64 {

@@ -12,10 +12,11 @@ use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::key_file::SharedKey;
 use crate::trace::clock;
+use crate::trace::live::gather::{Process, at_once};
 use crate::trace::live::{LONGEST, State};
 use crate::trace::remote;
 
-use super::{Found, Process, at_once};
+use super::Found;
 
 /// How long a process may take to be reached.
 const REACH: Duration = Duration::from_secs(3);

@@ -3,6 +3,7 @@
 //! It is made from the profiler's [`Tracker`] and read by `towline why` and `towline top`. Times are nanoseconds of the
 //! process's own CLOCK_MONOTONIC, which all processes of one boot of a host share.
 
+pub(crate) mod gather;
 pub(crate) mod network;
 pub(crate) mod place;
 

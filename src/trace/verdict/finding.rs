@@ -29,6 +29,11 @@ pub(crate) struct Named {
 }
 
 impl Finding {
+    /// Whether a communicator waits for this.
+    pub(crate) fn concerns(&self, comm: u64) -> bool {
+        self.comm.id == comm || self.communicators.contains(&comm)
+    }
+
     /// The communicator and the verdict.
     pub(crate) fn line(&self) -> String {
         format!("{}: {}", self.comm.title, self.sentence())

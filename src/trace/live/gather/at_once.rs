@@ -11,7 +11,7 @@ const AT_ONCE: usize = 128;
 ///
 /// A thread that still waits for an answer then is left to its own time limit: a name server, or a socket whose process is
 /// stopped, may keep it for longer than the user is to wait.
-pub(super) fn ask<Q, A>(
+pub(crate) fn ask<Q, A>(
     asked: Vec<Q>,
     deadline: Instant,
     question: impl Fn(&Q) -> A + Send + Sync + 'static,
@@ -37,7 +37,7 @@ where
             }
         };
         // Where there is no room for one more, the others do its part.
-        if std::thread::Builder::new().spawn(work).is_err() {
+        if crate::os::thread::spawn("towline-ask", work).is_err() {
             break;
         }
     }
