@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::support::pair::Pair;
-use crate::support::{PATIENCE, context, eventually, pair, part, pattern, versions, watchdog};
+use crate::support::{PATIENCE, among, context, eventually, pair, part, pattern, versions, watchdog};
 use proptest::prelude::*;
 use towline::host::{ApiVersion, Memory, Part, RecvComm, Request, SendComm};
 
@@ -23,7 +23,7 @@ fn send(comm: &SendComm, bytes: &'static [u8], tag: i32) -> Request {
 #[test]
 fn a_receive_may_be_posted_long_before_its_send() {
     let _watchdog = watchdog(60);
-    for version in [ApiVersion::V4, ApiVersion::V8, ApiVersion::V12] {
+    for version in among([ApiVersion::V4, ApiVersion::V8, ApiVersion::V12]) {
         let pair = pair(version);
         for size in [0, 100, 70_000, 3 << 20] {
             let target = Memory::new(size);
@@ -40,7 +40,7 @@ fn a_receive_may_be_posted_long_before_its_send() {
 #[test]
 fn a_send_may_be_posted_long_before_its_receive() {
     let _watchdog = watchdog(60);
-    for version in [ApiVersion::V4, ApiVersion::V8, ApiVersion::V12] {
+    for version in among([ApiVersion::V4, ApiVersion::V8, ApiVersion::V12]) {
         let pair = pair(version);
         for size in [0, 100, 70_000, 3 << 20] {
             let sent = send(&pair.send, pattern(size, size), 0);
@@ -114,7 +114,7 @@ fn a_long_early_send_lets_every_other_tag_pass() {
 #[test]
 fn thirty_two_grouped_receives_of_eight_may_be_outstanding() {
     let _watchdog = watchdog(60);
-    for version in [ApiVersion::V5, ApiVersion::V8, ApiVersion::V12] {
+    for version in among([ApiVersion::V5, ApiVersion::V8, ApiVersion::V12]) {
         let pair = pair(version);
         let targets: Vec<Memory> = (0..32 * 8).map(|_| Memory::new(2048)).collect();
         let groups: Vec<Request> = targets

@@ -44,6 +44,11 @@ pub fn versions() -> Vec<ApiVersion> {
     if std::env::var_os("TEST_NEWEST").is_some() { all[..1].to_vec() } else { all.to_vec() }
 }
 
+/// Those of a test's versions that [`versions`] has.
+pub fn among<const N: usize>(wanted: [ApiVersion; N]) -> impl Iterator<Item = ApiVersion> {
+    wanted.into_iter().filter(|version| versions().contains(version))
+}
+
 /// The versions in turn.
 pub fn version_of(round: usize) -> ApiVersion {
     let versions = versions();
