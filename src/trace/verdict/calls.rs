@@ -70,9 +70,10 @@ fn entered(member: &Member, key: Key) -> bool {
     member.calls.iter().any(|call| call.key.func == key.func && call.key.seq >= key.seq)
 }
 
-/// Whether a rank may have entered a call that is not among its own, since events are missing behind the last one.
+/// Whether a rank may have entered a call that is not among its own, since events are missing behind the last one of its
+/// function.
 fn may_have_entered(member: &Member, key: Key) -> bool {
-    let last = member.calls.last().map_or(0, |call| call.entered);
+    let last = member.calls.iter().rfind(|call| call.key.func == key.func).map_or(0, |call| call.entered);
     entered(member, key) || member.gaps.calls.is_some_and(|gap| gap >= last)
 }
 

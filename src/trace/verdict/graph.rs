@@ -94,22 +94,25 @@ fn start(id: u64, comm: &Communicator) -> Start {
     if let Some(key) = calls::stuck(comm) {
         return collective(key);
     }
-    let verdict = |cause| Start::Verdict(Verdict { waiting: None, cause, unseen: comm.unseen(), gaps: Vec::new() });
-    if let Some(cause) = calls::arguments(comm, None) {
-        return verdict(cause);
-    }
     let spots: Vec<Spot> =
         transfers::all_stuck(comm).map(|(rank, key)| Spot { comm: id, key, rank: Some(rank) }).collect();
     if !spots.is_empty() {
         return Start::Spots(spots);
     }
+    let verdict = |cause, gaps| Start::Verdict(Verdict { waiting: None, cause, unseen: comm.unseen(), gaps });
+    if let Some(cause) = calls::arguments(comm, None) {
+        return verdict(cause, Vec::new());
+    }
     if let Some(key) = calls::idle(comm) {
         return collective(key);
     }
     // Transfers that another process makes for this one have no call here.
-    let is_stuck = |member: &Member| member.waits.iter().any(|wait| comm.now.saturating_sub(wait.since) >= IDLE_NS);
-    let all: Vec<i32> = comm.members.iter().filter(|(_, member)| is_stuck(member)).map(|(&rank, _)| rank).collect();
-    waits::chain(comm, &all).map_or(Start::Nothing, verdict)
+    let since = |member: &Member| member.waits.iter().map(|wait| wait.since).min();
+    let stuck = comm.members.iter().filter_map(|(&rank, member)| Some((rank, since(member)?)));
+    let stuck: Vec<(i32, u64)> = stuck.filter(|(_, since)| comm.now.saturating_sub(*since) >= IDLE_NS).collect();
+    let all: Vec<i32> = stuck.iter().map(|it| it.0).collect();
+    let begin = stuck.iter().map(|it| it.1).min().unwrap_or(0);
+    waits::chain(comm, &all).map_or(Start::Nothing, |cause| verdict(cause, comm.gaps_since(begin)))
 }
 
 /// A root or a circle.
@@ -197,8 +200,15 @@ impl<'a> Graph<'a> {
     /// Where else a rank is that has entered this spot: what it entered before, and what others may have to enter yet.
     fn before(&self, from: Spot, rank: i32) -> Option<Edge> {
         let member = self.comms.get(&from.comm)?.members.get(&rank)?;
+        let key = match from.rank {
+            // The peer has the other half; who is further down the chain has neither.
+            Some(waiting) if waiting != rank => {
+                (from.key.peer == Some(rank)).then(|| transfers::other_half(waiting, from.key))?
+            }
+            _ => from.key,
+        };
         let calls = member.calls.iter().chain(&member.transfers);
-        let entered = calls.filter(|call| call.key == from.key).map(|call| call.entered).max()?;
+        let entered = calls.filter(|call| call.key == key).map(|call| call.entered).max()?;
         let awaited = self.of_worker(from.comm, rank).iter().filter_map(|&(id, own)| {
             let comm = &self.comms[&id];
             let calls = &comm.members[&own].calls;
@@ -209,7 +219,7 @@ impl<'a> Graph<'a> {
         });
         let all = awaited.chain(self.open(from.comm, rank));
         let (_, to) = all.filter(|&(when, to)| when < entered && to.comm != from.comm).min_by_key(|&(when, _)| when)?;
-        Some(Edge { to, rank, lacks: from.key, is_in_both: true })
+        Some(Edge { to, rank, lacks: key, is_in_both: true })
     }
 
     fn of_worker(&self, comm: u64, rank: i32) -> &[(u64, i32)] {

@@ -254,6 +254,11 @@ impl Communicator {
     fn unseen(&self) -> Vec<i32> {
         (0..self.ranks).filter(|rank| !self.members.contains_key(rank)).collect()
     }
+
+    /// Ranks of which events are missing since this time.
+    fn gaps_since(&self, when: u64) -> Vec<i32> {
+        self.members.iter().filter(|(_, member)| member.gaps.any_since(when)).map(|(&rank, _)| rank).collect()
+    }
 }
 
 /// Ranks that wait in a call.

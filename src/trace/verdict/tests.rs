@@ -163,6 +163,13 @@ fn a_rank_whose_events_were_dropped_is_not_named_for_the_lack_of_one() {
     member(&mut comm, 2).calls.pop();
     assert_eq!(judge(&comm).expect("a verdict").named(), [2]);
 
+    // Behind the last call of this function, though one of another was recorded since.
+    let mut comm = waiting_for_41_s(3);
+    *member(&mut comm, 1).calls.last_mut().expect("a call") = entered("AllGather", 0, 12 * S, false);
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 1).gaps.calls = Some(11 * S);
+    assert!(judge(&comm).expect("a verdict").named().is_empty(), "{}", told(&comm));
+
     // A call before, which it may have made.
     let mut comm = waiting_for_41_s(3);
     for rank in [0, 2] {
@@ -283,6 +290,9 @@ fn a_send_that_hangs_is_found_without_a_call() {
     member(&mut comm, 0).waits[0].since = 20 * S;
     let verdict = judge(&comm).expect("a verdict");
     assert_eq!((verdict.named(), verdict.kind()), (vec![1], "waits"));
+    member(&mut comm, 1).gaps.waits = Some(25 * S);
+    let verdict = judge(&comm).expect("a verdict");
+    assert_eq!((verdict.named(), verdict.gaps), (vec![], vec![1]), "its wait may have been missed");
     // For a rank that is not seen it is unknown whether it only passes the wait on.
     comm.members.remove(&1);
     assert!(judge(&comm).expect("a verdict").named().is_empty());

@@ -8,15 +8,12 @@ use crate::trace::summary::size_of_datatype;
 
 /// The transfer that a rank is stuck in: the oldest whose other half was not called, or else the oldest.
 pub(super) fn stuck(comm: &Communicator, rank: i32, least: u64) -> Option<&Call> {
-    let open = || open(comm, rank).filter(|call| comm.now.saturating_sub(call.entered) >= least);
-    open().find(|call| missing(comm, rank, call).is_some()).or_else(|| open().next())
+    open(comm, rank, least).find(|call| missing(comm, rank, call).is_some()).or_else(|| open(comm, rank, least).next())
 }
 
 /// A stage of a pipeline waits for its turn, so only a long wait is one.
 pub(super) fn all_stuck(comm: &Communicator) -> impl Iterator<Item = (i32, Key)> {
-    let of =
-        |&rank: &i32| stuck(comm, rank, IDLE_NS).and_then(|_| stuck(comm, rank, FOLLOWED_NS)).map(|it| (rank, it.key));
-    comm.members.keys().filter_map(of)
+    comm.members.keys().filter_map(|&rank| Some((rank, stuck(comm, rank, IDLE_NS)?.key)))
 }
 
 /// Why a rank's transfer does not end.
@@ -25,7 +22,9 @@ pub(super) fn verdict(comm: &Communicator, rank: i32, key: Key) -> Verdict {
     let for_ns = call.map_or(0, |call| comm.now.saturating_sub(call.entered));
     let missing = || {
         let mut absent: BTreeMap<i32, Absent> = BTreeMap::new();
-        for call in open(comm, rank) {
+        // A peer may be a moment late with another one.
+        let least = if for_ns >= IDLE_NS { IDLE_NS } else { FOLLOWED_NS };
+        for call in open(comm, rank, least) {
             if let Some(it) = missing(comm, rank, call) {
                 // Of each rank the first that it has not called.
                 absent.entry(it.rank).or_insert(it);
@@ -33,32 +32,36 @@ pub(super) fn verdict(comm: &Communicator, rank: i32, key: Key) -> Verdict {
         }
         (!absent.is_empty()).then(|| Cause::Behind(absent.into_values().collect()))
     };
-    let cause = gone(comm, key.peer.into_iter())
+    let cause = gone(comm, [Some(rank), key.peer].into_iter().flatten())
         .or_else(missing)
         .or_else(|| arguments(comm, rank, call?))
         .or_else(|| waits::chain(comm, &[rank]));
     let entered = call.map_or(0, |call| call.entered);
-    let has_gap =
-        |rank: &i32| comm.members.get(rank).is_some_and(|it| it.gaps.calls.is_some() || it.gaps.any_since(entered));
+    let mut gaps = comm.gaps_since(entered);
+    // Halves are matched by their numbers, for which every call before counts.
+    let has_gap = |rank: &i32| comm.members.get(rank).is_some_and(|it| it.gaps.calls.is_some());
+    gaps.extend([Some(rank), key.peer].into_iter().flatten().filter(has_gap));
+    gaps.sort_unstable();
+    gaps.dedup();
     Verdict {
         waiting: Some(Waiting { ranks: vec![rank], key, for_ns }),
         cause: cause.unwrap_or(Cause::Unknown),
         unseen: comm.unseen(),
-        gaps: [Some(rank), key.peer].into_iter().flatten().filter(has_gap).collect(),
+        gaps,
     }
 }
 
-/// A rank's transfers that have been open for long enough to ask why. One whose end may have been missed does not count.
-fn open(comm: &Communicator, rank: i32) -> impl Iterator<Item = &Call> {
+/// A rank's transfers that have been open for so long. One whose end may have been missed does not count.
+fn open(comm: &Communicator, rank: i32, least: u64) -> impl Iterator<Item = &Call> {
     let gap = comm.members.get(&rank).and_then(|member| member.gaps.ends);
     let transfers = comm.members.get(&rank).into_iter().flat_map(|member| &member.transfers);
     transfers
         .filter(move |call| call.open && call.key.peer != Some(rank) && gap.is_none_or(|gap| gap < call.entered))
-        .filter(|call| comm.now.saturating_sub(call.entered) >= FOLLOWED_NS)
+        .filter(move |call| comm.now.saturating_sub(call.entered) >= least)
 }
 
 /// The other half of a rank's transfer.
-fn other_half(rank: i32, key: Key) -> Key {
+pub(super) fn other_half(rank: i32, key: Key) -> Key {
     Key::transfer(if key.is_send() { RECV } else { SEND }.into(), key.seq, rank)
 }
 

@@ -1,8 +1,8 @@
 //! The wait graph, followed to its end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Cause, Communicator, On, STUCK_NS, Wait};
+use super::{Cause, Communicator, On, STUCK_NS, Wait, gone};
 
 /// What a rank is in, or waits for, counts when it is as old as this and another rank is stuck for its sake.
 pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
@@ -10,9 +10,15 @@ pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU
 /// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
-/// peer too.
+/// peer too. A process on the way that has ended or is silent explains the chain: what it waits for is as old as it.
 pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
     let chains: Vec<(Vec<i32>, Option<Wait>)> = ranks.iter().filter_map(|&rank| follow(comm, rank)).collect();
+    let receiver = |end: &Option<Wait>| end.filter(|wait| wait.on == On::Network).map(|wait| wait.peer);
+    let met: BTreeSet<i32> =
+        chains.iter().flat_map(|(chain, end)| chain.iter().copied().chain(receiver(end))).collect();
+    if let Some(cause) = gone(comm, met.into_iter()) {
+        return Some(cause);
+    }
     let mut ends: BTreeMap<i32, usize> = BTreeMap::new();
     for (chain, _) in &chains {
         *ends.entry(*chain.last()?).or_default() += 1;

@@ -159,6 +159,22 @@ fn pipeline(stages: i32) -> Communicators {
     comms
 }
 
+/// All stages have called the next message, and wait for one another's: but for the first, whose send is under way.
+fn passing(stages: i32) -> Communicators {
+    let mut comms = pipeline(stages);
+    for stage in 0..stages {
+        let member = of(&mut comms, 3, stage);
+        for (peer, send) in [(stage - 1, false), (stage + 1, true)] {
+            if (0..stages).contains(&peer) {
+                exchange(member, send, peer, 10 * S, true);
+            }
+        }
+        let (peer, on) = if stage == 0 { (1, On::Network) } else { (stage - 1, On::Data) };
+        member.waits = vec![Wait { peer, on, since: 11 * S }];
+    }
+    comms
+}
+
 fn exchange(member: &mut Member, send: bool, peer: i32, when: u64, open: bool) {
     let (sends, receives) = member.exchanged.entry(peer).or_default();
     let count = if send { sends } else { receives };
@@ -191,6 +207,73 @@ fn the_stage_of_a_pipeline_that_does_not_send_is_named() {
     let mut comms = pipeline(2);
     exchange(of(&mut comms, 3, 1), false, 0, 25 * S, true);
     assert_eq!(graph::findings(&comms), []);
+}
+
+#[test]
+fn a_stopped_sender_or_receiver_is_named_alone() {
+    for stages in [2, 4] {
+        for stopped in [0, 1] {
+            let mut comms = passing(stages);
+            of(&mut comms, 3, stopped).heard = Some(16 * S);
+            let named = |comms: &Communicators| {
+                let found = graph::findings(comms);
+                found.iter().map(|found| (found.verdict.kind(), workers(found))).collect::<Vec<_>>()
+            };
+            assert_eq!(named(&comms), [("silent", vec![stopped])], "of {stages}");
+            // Calls that another process makes for these are not seen.
+            (0..stages).for_each(|stage| of(&mut comms, 3, stage).transfers.clear());
+            assert_eq!(named(&comms), [("silent", vec![stopped])], "of {stages}, without calls");
+        }
+    }
+}
+
+#[test]
+fn a_stage_whose_gpu_is_held_up_in_another_communicator_is_a_victim() {
+    let mut comms = passing(2);
+    of(&mut comms, 3, 0).waits[0].on = On::Gpu;
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0]], "its own GPU: {found:?}");
+    communicator(&mut comms, 4, "tp", &[0, 9]);
+    enter(&mut comms, 4, 0, 9 * S);
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[9]], "{found:?}");
+    assert_eq!((found[0].victims, found[0].communicators.len()), (2, 2));
+}
+
+#[test]
+fn a_half_that_is_a_moment_late_explains_no_older_transfer() {
+    let mut comms = passing(3);
+    exchange(of(&mut comms, 3, 1), true, 2, 49 * S, true);
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0]], "{found:?}");
+}
+
+#[test]
+fn an_old_mismatch_hides_no_transfer_that_is_stuck() {
+    let mut comms = pipeline(4);
+    for stage in 0..4 {
+        let mut call = entered("AllReduce", 0, S, false);
+        call.arguments.count += u64::from(stage == 3);
+        of(&mut comms, 3, stage).calls.push(call);
+    }
+    assert_eq!(graph::findings(&comms)[0].verdict.kind(), "mismatch");
+    exchange(of(&mut comms, 3, 1), false, 0, 10 * S, true);
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(|it| (it.verdict.kind(), workers(it))).collect::<Vec<_>>(), [("behind", vec![0])]);
+}
+
+#[test]
+fn the_end_of_a_chain_is_not_named_if_its_waits_may_have_been_missed() {
+    let mut comms = passing(3);
+    // It has sent.
+    let first = of(&mut comms, 3, 0);
+    first.waits.clear();
+    first.transfers.last_mut().expect("a send").open = false;
+    assert_eq!(graph::findings(&comms).iter().map(workers).collect::<Vec<_>>(), [[0]]);
+    of(&mut comms, 3, 0).gaps.waits = Some(12 * S);
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0; 0]], "{found:?}");
+    assert_eq!((&found[0].verdict.gaps[..], found[0].victims), (&[0][..], 2), "{found:?}");
 }
 
 #[test]
