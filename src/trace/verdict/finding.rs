@@ -1,6 +1,7 @@
 //! What holds ranks up, and whom.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use super::{Cause, Communicator, Member, On, Verdict};
 
@@ -8,7 +9,7 @@ use super::{Cause, Communicator, Member, On, Verdict};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Finding {
     /// The communicator.
-    pub comm: Communicator,
+    pub comm: Arc<Communicator>,
     /// The reason.
     pub verdict: Verdict,
     /// Ranks that wait, in this communicator and in others.
@@ -43,8 +44,9 @@ impl Finding {
     pub(crate) fn sentence(&self) -> String {
         let mut text = self.comm.explain(&self.verdict);
         let communicators = self.communicators.len();
-        if communicators > 1 {
-            text += &format!("; in all, {} ranks in {communicators} communicators wait for this", self.victims);
+        if communicators > 1 && self.victims > 0 {
+            let (ranks, wait) = if self.victims == 1 { ("rank", "waits") } else { ("ranks", "wait") };
+            text += &format!("; in all, {} {ranks} in {communicators} communicators {wait} for this", self.victims);
         }
         text
     }

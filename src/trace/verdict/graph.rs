@@ -6,6 +6,7 @@
 //! ranks entered communicators in different orders.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
 
 use super::waits::FOLLOWED_NS;
 use super::{
@@ -306,22 +307,31 @@ impl<'a> Graph<'a> {
         Found { comm: circle[0].comm, verdict, named: workers.collect(), spots }
     }
 
-    /// One finding for each rank, or set of ranks, that holds others up: that of the communicator which has waited longest.
+    /// One finding for each rank, or set of ranks, that holds others up, or where nobody is named for each end of a
+    /// communicator's waits: the one that has waited longest.
     fn joined(&self, found: Vec<Found>) -> Vec<Finding> {
         let waited = |verdict: &Verdict| verdict.waiting.as_ref().map(|waiting| waiting.for_ns);
-        let (named, unnamed): (Vec<_>, Vec<_>) = found.into_iter().partition(|found| !found.named.is_empty());
-        let mut groups: BTreeMap<BTreeSet<Worker>, Vec<Found>> = BTreeMap::new();
-        named.into_iter().for_each(|found| groups.entry(found.named.clone()).or_default().push(found));
+        let key = |found: &Found| {
+            let end = || match &found.verdict.cause {
+                Cause::Chain(chain, end) if !is_circle(chain, *end) => chain.last().copied(),
+                _ => None,
+            };
+            let unnamed = found.named.is_empty().then(|| (found.comm, found.verdict.kind(), end()));
+            (found.named.clone(), unnamed)
+        };
+        let mut groups: BTreeMap<_, Vec<Found>> = BTreeMap::new();
+        found.into_iter().for_each(|found| groups.entry(key(&found)).or_default().push(found));
+        let mut shared: BTreeMap<u64, Arc<Communicator>> = BTreeMap::new();
         let finding = |list: Vec<Found>| {
             let spots: BTreeSet<Spot> = list.iter().flat_map(|found| found.spots.iter().copied()).collect();
             let victims: BTreeSet<Worker> = spots.iter().flat_map(|spot| self.victims(spot)).collect();
             let communicators = spots.iter().map(|spot| spot.comm).collect();
             let Found { comm, verdict, named, .. } = list.into_iter().rev().max_by_key(|it| waited(&it.verdict))?;
             let victims = victims.difference(&named).count();
-            Some(Finding { comm: self.comms[&comm].clone(), verdict, victims, communicators })
+            let comm = shared.entry(comm).or_insert_with(|| Arc::new(self.comms[&comm].clone())).clone();
+            Some(Finding { comm, verdict, victims, communicators })
         };
-        let groups = groups.into_values().chain(unnamed.into_iter().map(|found| vec![found]));
-        let mut findings: Vec<Finding> = groups.filter_map(finding).collect();
+        let mut findings: Vec<Finding> = groups.into_values().filter_map(finding).collect();
         findings.sort_by_key(|it| std::cmp::Reverse((!it.verdict.named().is_empty(), it.victims, waited(&it.verdict))));
         findings
     }

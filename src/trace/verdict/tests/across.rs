@@ -85,8 +85,8 @@ fn ranks_that_enter_two_communicators_in_different_order_are_a_deadlock() {
     assert_eq!(found.len(), 1, "{found:?}");
     let expected = "rank 0 (node0, process 100) has been in AllReduce #5 for 41 s; rank 1 (node1, process 101) is in AllReduce #5 of tp and has not \
                     entered AllReduce #5 of dp; rank 1 (node0, process 100) is in AllReduce #5 of dp and has not entered \
-                    AllReduce #5 of tp: a deadlock";
-    assert!(found[0].sentence().starts_with(expected), "{}", found[0].sentence());
+                    AllReduce #5 of tp: a deadlock, the ranks wait for each other";
+    assert_eq!(found[0].sentence(), expected);
     assert_eq!((found[0].verdict.kind(), workers(&found[0])), ("deadlock", vec![1, 0]));
 
     // Both enter both, in different order: NCCL's kernels wait for each other.
@@ -118,6 +118,8 @@ fn a_circle_through_a_grid_is_found_beside_those_that_wait_for_it() {
     let mut named = workers(&found[0]);
     named.sort_unstable();
     assert_eq!((named, found[0].victims, found[0].communicators.len()), (vec![0, 1, 2, 3], 1, 5));
+    let sentence = found[0].sentence();
+    assert!(sentence.ends_with("; in all, 1 rank in 5 communicators waits for this"), "{sentence}");
 }
 
 #[test]
@@ -274,6 +276,23 @@ fn the_end_of_a_chain_is_not_named_if_its_waits_may_have_been_missed() {
     let found = graph::findings(&comms);
     assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0; 0]], "{found:?}");
     assert_eq!((&found[0].verdict.gaps[..], found[0].victims), (&[0][..], 2), "{found:?}");
+}
+
+#[test]
+fn ranks_that_all_wait_for_one_that_is_not_seen_are_one_finding() {
+    let mut comms = Communicators::new();
+    communicator(&mut comms, 5, "ep", &(0..8).collect::<Vec<_>>());
+    comms.get_mut(&5).expect("it").members.remove(&7);
+    for rank in 0..7 {
+        let member = of(&mut comms, 5, rank);
+        for send in [true, false] {
+            exchange(member, send, 7, 10 * S, true);
+        }
+        member.waits = vec![Wait { peer: 7, on: On::Data, since: 11 * S }];
+    }
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(|it| (it.verdict.kind(), it.victims)).collect::<Vec<_>>(), [("waits", 7)], "{found:?}");
+    assert!(found[0].named().is_empty(), "{found:?}");
 }
 
 #[test]
