@@ -406,7 +406,8 @@ impl Writer {
         if let Some(trace) = &mut self.trace {
             trace.advance(cut);
             if dropped != self.drops_told {
-                trace.drops(cut, dropped);
+                // Events that found no room are younger than what was waiting in the ring.
+                trace.drops(clock::now(), dropped);
             }
         }
         self.drops_told = dropped;

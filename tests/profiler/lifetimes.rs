@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::Stdio;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 use towline::nccl::ffi::{
     ncclProfilerProxyOpInProgress_v4, ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendWait,
 };
+use towline::trace::clock;
 use towline::trace::event::{Body, Kind, Record};
 use towline::trace::perfetto::proto::{SLICE_BEGIN, SLICE_END};
 use towline::trace::perfetto::{file::Packets, read::read};
@@ -98,6 +100,50 @@ fn under_pressure_starts_are_dropped_and_counted_and_what_began_ends() {
     let stops = process.records.iter().filter(|record| record.body == Body::Stop).count();
     assert_eq!(begun.len(), stops);
     assert!(begun.len() > 1000);
+}
+
+/// Operations, until so many found no room: before which times they did.
+pub(crate) fn play_refused() {
+    let dir = std::env::var("TOWLINE_PROFILE_DIR").unwrap();
+    let mut mask = 0;
+    let host = Host::load(6);
+    let context = host.init(COMM, &mut mask);
+    let pid = std::process::id().cast_signed();
+    let mut times = Vec::new();
+    while times.len() < 1000 {
+        let now = clock::now();
+        let op = Event::ProxyOp { pid, channel: 0, peer: 1, steps: 1, chunk: 64, send: true };
+        let op = host.start(context, COMM, null_mut(), op);
+        if op.is_null() {
+            times.push(now.to_string());
+            // Over several rounds of the writer.
+            std::thread::sleep(Duration::from_micros(20));
+        } else {
+            host.stop(op);
+        }
+    }
+    host.finalize(context);
+    std::fs::write(Path::new(&dir).join("times"), times.join("\n")).unwrap();
+}
+
+#[test]
+fn events_that_were_dropped_are_not_told_of_before_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    super::run("refused", dir.path(), &[("TOWLINE_PROFILE_BUFFER", "1")]);
+    let times = std::fs::read_to_string(dir.path().join("times")).unwrap();
+    let times: Vec<u64> = times.lines().map(|time| time.parse().unwrap()).collect();
+    let bytes = std::fs::read(&check::traces(dir.path())[0]).unwrap();
+    let (mut track, mut told) = (None, Vec::new());
+    for packet in Packets::new(&bytes) {
+        let drops = packet.track_descriptor.filter(|track| track.name.as_deref() == Some("events dropped"));
+        track = drops.and_then(|drops| drops.uuid).or(track);
+        let counter = packet.track_event.filter(|event| track.is_some() && event.track_uuid == track);
+        told.extend(counter.map(|event| (packet.timestamp.unwrap(), event.counter_value.unwrap() as usize)));
+    }
+    assert_eq!(told.last().map(|&(_, total)| total), Some(times.len()), "{told:?}");
+    for (when, total) in told {
+        assert!(when >= times[total - 1], "{total} are told of {} ns too early", times[total - 1] - when);
+    }
 }
 
 pub(crate) fn play_forever() {

@@ -45,6 +45,7 @@ fn scenario() {
         ("silent", _) => lifetimes::play_silent(),
         ("pressure", _) => lifetimes::play_pressure(),
         ("in-progress", _) => lifetimes::play_in_progress(),
+        ("refused", _) => lifetimes::play_refused(),
         ("forever", _) => lifetimes::play_forever(),
         ("abort", _) => lifetimes::play_abort(),
         ("fork", _) => lifetimes::play_fork(),
