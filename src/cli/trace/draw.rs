@@ -27,7 +27,7 @@ struct Slice {
     colour: &'static str,
 }
 
-/// A row's group, the peer in it, and its name.
+/// A row's group, its place there (the peer, or the length of the interface's name), and its name.
 type Row = (u8, i32, String);
 
 /// The rows of one rank, in the order in which they are drawn.
@@ -121,7 +121,9 @@ fn rows_of(rank: &Rank, call: u64) -> Rows {
                 let Some((rail, send, length)) = rank.links.rail(body) else { continue };
                 let number = if let Body::NetTowline(part) = body { usize::from(part.rail) } else { 0 };
                 let (order, way) = if send { (2, "out") } else { (4, "in") };
-                ((order, 0, format!("{} {way}", rail.name())), bytes(length), colour(number))
+                let name = rail.name();
+                // eth2 before eth10.
+                ((order, name.len() as i32, format!("{name} {way}")), bytes(length), colour(number))
             }
             _ => continue,
         };
@@ -227,9 +229,11 @@ mod tests {
             record(4, 13, 12, Body::ProxyStep { step: 0 }),
             record(5, 4, 3, part(7, 77)),
             record(5, 14, 13, part(8, 66)),
+            record(5, 15, 13, part(9, 55)),
             record(6, 9, 8, part(7, 88)),
             record(7, 4, 0, Body::Stop),
             record(7, 14, 0, Body::Stop),
+            record(7, 15, 0, Body::Stop),
             record(8, 9, 0, Body::Stop),
             record(8, 13, 0, Body::Stop),
             record(9, 3, 0, Body::Stop),
@@ -237,10 +241,11 @@ mod tests {
             record(9, 12, 0, Body::Stop),
         ];
         let mut links = Links::default();
-        links.learn(7, true, vec!["eth0".into(), "eth1".into()], "node2");
+        links.learn(7, true, vec!["eth0".into(), "eth10".into()], "node2");
+        links.learn(9, true, vec!["eth0".into(), "eth2".into()], "node2");
         let rows = rows_of(&Rank { number: 0, place: Place::default(), records, links }, 1);
         let names: Vec<_> = rows.keys().map(|(_, _, name)| name.as_str()).collect();
-        assert_eq!(names, ["call", "send to 5", "send to 10", "eth1 out", "rail 1 out"]);
+        assert_eq!(names, ["call", "send to 5", "send to 10", "eth2 out", "eth10 out", "rail 1 out"]);
         assert_eq!(rows[&(0, 0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
         let picture = svg(&[("rank <0>".to_owned(), rows)], (1, 9));
         assert!(picture.contains("rank &lt;0>") && picture.contains("77 B") && !picture.contains("88 B"), "{picture}");

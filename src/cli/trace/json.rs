@@ -2,18 +2,14 @@
 
 use crate::trace::perfetto::ProcessInfo;
 use crate::trace::summary::{CommStat, Histogram, Summary};
+use crate::trace::verdict::Finding;
 use serde_json::{Value, json};
 
 use super::stragglers::Findings;
 
 /// All of it.
-pub(super) fn report(
-    processes: &[Value],
-    waits: &[(String, String)],
-    findings: &[Findings],
-    remarks: &[String],
-) -> Value {
-    let wait = |(communicator, verdict): &(String, String)| json!({"communicator": communicator, "verdict": verdict});
+pub(super) fn report(processes: &[Value], waits: &[Finding], findings: &[Findings], remarks: &[String]) -> Value {
+    let wait = |found: &Finding| json!({"communicator": found.comm.title, "verdict": found.sentence()});
     let finding = |found: &Findings| json!({"communicator": found.communicator, "findings": found.sentences});
     json!({
         "version": env!("CARGO_PKG_VERSION"),

@@ -33,7 +33,7 @@ pub(super) fn run(args: &Report, output: &mut Output) -> Result<String> {
         evidence.add(&info, &summary, &sliced, &correction);
         standing.add(&process, &correction);
     }
-    let waits = standing.verdicts();
+    let waits = standing.findings();
     let findings = evidence.findings();
     write_json(args.json.as_deref(), &json::report(&figures, &waits, &findings, &remarks))?;
     text += &standing::render(&waits);

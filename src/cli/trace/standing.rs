@@ -50,10 +50,9 @@ impl Standing {
         }
     }
 
-    /// The communicators that stand still: each with its name and the verdict as a sentence.
-    pub(super) fn verdicts(self) -> Vec<(String, String)> {
-        let told = |finding: Finding| (finding.comm.title.clone(), finding.sentence());
-        self.0.findings().into_iter().map(told).collect()
+    /// What the communicators that stand still wait for.
+    pub(super) fn findings(self) -> Vec<Finding> {
+        self.0.findings()
     }
 }
 
@@ -96,10 +95,10 @@ fn routes(process: &Process) -> BTreeMap<u64, Vec<Route>> {
 }
 
 /// A line for each communicator that stands still.
-pub(super) fn render(verdicts: &[(String, String)]) -> String {
+pub(super) fn render(findings: &[Finding]) -> String {
     let mut text = String::new();
-    for (title, verdict) in verdicts {
-        let _ = writeln!(text, "  {title}: {verdict}");
+    for finding in findings {
+        let _ = writeln!(text, "  {}", finding.line());
     }
     if text.is_empty() { text } else { format!("What the job waits for\n{text}\n") }
 }
@@ -169,7 +168,7 @@ mod tests {
         for (process, correction) in processes.iter().zip(align(&clocks)) {
             standing.add(process, &correction);
         }
-        render(&standing.verdicts())
+        render(&standing.findings())
     }
 
     #[test]
