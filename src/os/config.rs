@@ -483,7 +483,8 @@ variables! {
         unit: "seconds",
         since: "0.2.0",
         read: "profiler init",
-        help: "A call that is open for so long is told of in NCCL's log, once, as a warning. At least 5.",
+        help: "A call that is open for so long is told of in NCCL's log, once, as a warning. At least 5, of a send or \
+               receive at least 30.",
     }
     socket_ifname: Option<String> {
         name: "NCCL_SOCKET_IFNAME",
