@@ -185,7 +185,7 @@ class Cuda:
     """libcuda, as far as this needs it."""
 
     def __init__(self, ordinal):
-        self.lib, self.kernel = ctypes.CDLL("libcuda.so.1"), None
+        self.lib = ctypes.CDLL("libcuda.so.1")
         device, self.context = ctypes.c_int(), ctypes.c_void_p()
         self("cuInit", 0)
         self("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -214,20 +214,22 @@ class Cuda:
         """The stream stands until the gate is open."""
         self("cuStreamWaitValue32_v2", stream, ctypes.c_uint64(ctypes.addressof(gate)), 1, 0)
 
-    def spin(self, gate, stream):
-        """The stream runs a kernel until the gate is open."""
-        if self.kernel is None:
-            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-            code = self.lib.cuModuleLoadData(ctypes.byref(module), SPIN)
-            if code == NO_COMPILER:
-                raise NotOffered("libcuda finds no compiler of kernels here")
-            if code:
-                raise Failed(f"cuModuleLoadData: CUDA error {code}")
-            self("cuModuleGetFunction", ctypes.byref(kernel), module, b"spin")
-            self.kernel = kernel
-        address = ctypes.c_uint64(ctypes.addressof(gate))
-        given = (ctypes.c_void_p * 1)(ctypes.addressof(address))
-        self("cuLaunchKernel", self.kernel, 1, 1, 1, 1, 1, 1, 0, stream, given, None)
+    def spinner(self):
+        """What has a stream run a kernel until a gate is open. Each rank loads it, so that none waits where it cannot be."""
+        module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        code = self.lib.cuModuleLoadData(ctypes.byref(module), SPIN)
+        if code == NO_COMPILER:
+            raise NotOffered("libcuda finds no compiler of kernels here")
+        if code:
+            raise Failed(f"cuModuleLoadData: CUDA error {code}")
+        self("cuModuleGetFunction", ctypes.byref(kernel), module, b"spin")
+
+        def spin(gate, stream):
+            address = ctypes.c_uint64(ctypes.addressof(gate))
+            given = (ctypes.c_void_p * 1)(ctypes.addressof(address))
+            self("cuLaunchKernel", kernel, 1, 1, 1, 1, 1, 1, 0, stream, given, None)
+
+        return spin
 
     def write(self, address, data):
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
@@ -748,7 +750,7 @@ class Steps:
 
     def held_up(self):
         self.step("under waits", lambda: self.under(self.it.cuda.wait))
-        self.step("under kernels", lambda: self.under(self.it.cuda.spin))
+        self.step("under kernels", lambda: self.under(self.it.cuda.spinner()))
 
     def run(self, life):
         self.step("init", self.connect)
