@@ -46,6 +46,13 @@ struct Pending {
     place: Option<Place>,
 }
 
+impl Pending {
+    /// What the answer of this rank says.
+    fn outcome(&self, rank: u32) -> Result<()> {
+        if self.refused { Err(refusal(rank)) } else { Ok(()) }
+    }
+}
+
 /// What to do when all that follows a header is in place.
 #[derive(Debug, Clone, Copy)]
 struct Finish {
@@ -147,14 +154,21 @@ impl Peer {
         &self.process
     }
 
-    /// The requests that wait for it, and whether each is a get.
-    pub(crate) fn pending(&self) -> impl Iterator<Item = (u64, bool)> {
-        self.pending.iter().map(|(&request, pending)| (request, pending.place.is_some()))
+    /// The requests that it has not answered, and whether each is a get.
+    pub(crate) fn unanswered(&self) -> impl Iterator<Item = (u64, bool)> {
+        let unanswered = self.pending.iter().filter(|(_, pending)| !pending.answered);
+        unanswered.map(|(&request, pending)| (request, pending.place.is_some()))
     }
 
-    /// Whether nothing is missing: no request waits for it, and nothing that it began is on its way.
+    /// The requests that it has answered, and how they end when the connection does not read their memory any more.
+    pub(crate) fn answered(&self) -> impl Iterator<Item = (u64, Result<()>)> {
+        let answered = self.pending.iter().filter(|(_, pending)| pending.answered);
+        answered.map(|(&request, pending)| (request, pending.outcome(self.rank)))
+    }
+
+    /// Whether nothing is missing: no request waits for its answer, and nothing that it began is on its way.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.pending.is_empty()
+        self.unanswered().next().is_none()
             && self.pieces.is_none()
             && self.landings.is_empty()
             && self.posted.iter().all(|(_, it)| matches!(it, Arriving::Header(_)))
@@ -460,7 +474,7 @@ impl Peer {
         let Some(pending) = self.pending.get_mut(&request) else { return };
         change(pending);
         if pending.read && pending.answered {
-            let outcome = if pending.refused { Err(refusal(self.rank)) } else { Ok(()) };
+            let outcome = pending.outcome(self.rank);
             self.pending.remove(&request);
             requests.end(request, outcome);
         }

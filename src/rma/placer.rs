@@ -386,14 +386,16 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);
     let has_left = peer.has_left() && error.cause() == Cause::Remote;
-    // Its connection has ended, and it is no wrong message of its.
+    // The connection says so itself: a message that the placer does not understand names no peer.
     let has_gone = peer.is_quiet() && error.cause() == Cause::Remote && error.peer().is_some();
     let rank = peer.rank();
-    let (failed, lost): (Vec<_>, Vec<_>) = peer.pending().partition(|(_, is_get)| *is_get || !has_left);
+    let (failed, lost): (Vec<_>, Vec<_>) = peer.unanswered().partition(|(_, is_get)| *is_get || !has_left);
+    let answered: Vec<_> = peer.answered().collect();
     // Before the peer gives up its turns at signals.
     shared.gpus.settle();
     // This closes the connections: after it nothing touches a request's memory.
     *other = Other::Ended { why: told.clone(), has_left };
+    answered.into_iter().for_each(|(request, outcome)| shared.requests.end(request, outcome));
     if !lost.is_empty() && !quietly {
         losses.target_has_left(rank);
     }
@@ -401,14 +403,14 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     if has_left && failed.is_empty() {
         return;
     }
+    shared.tell_failure(&told);
     if has_gone {
-        // What it says of the connection is enough: whatever is asked of this rank from now on fails.
-        return tracing::info!("rank {rank} has gone without a goodbye, with nothing under way");
+        // No loud line: so end processes that do not destroy their communicators.
+        return tracing::info!("rank {rank} has gone without a goodbye, with nothing under way: {error}");
     }
     if !quietly {
         say_once(&told);
     }
-    shared.tell_failure(&told);
     failed.into_iter().for_each(|(request, _)| shared.requests.end(request, Err(told.clone())));
 }
 
