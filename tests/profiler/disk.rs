@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use towline::trace::event::Body;
@@ -51,7 +51,10 @@ impl Drop for Disk {
 }
 
 /// Makes so many calls, and lets the profiler's thread write them down now and then: none is dropped on a busy machine.
-pub(crate) fn play(calls: u64) {
+/// Half way it waits for a line, if it is to: `CALLS` or `CALLS/wait`.
+pub(crate) fn play(args: &str) {
+    let (calls, waits) = args.split_once('/').map_or((args, false), |(calls, _)| (calls, true));
+    let calls: u64 = calls.parse().unwrap();
     let control = std::env::var("TOWLINE_PROFILE_CONTROL").unwrap();
     let mut mask = 0;
     let comm = Comm::new(Host::load(6), CommDescr { id: 0x55, ranks: 2, rank: 0 }, &mut mask);
@@ -63,6 +66,9 @@ pub(crate) fn play(calls: u64) {
             let mut stream = UnixStream::connect(&control).unwrap();
             stream.write_all(b"flush\n").unwrap();
             stream.read_to_string(&mut String::new()).unwrap();
+        }
+        if waits && seq == calls / 2 {
+            std::io::stdin().read_line(&mut String::new()).unwrap();
         }
     }
     comm.finalize();
@@ -113,18 +119,21 @@ fn a_trace_whose_disk_others_fill_says_that_it_ends_and_the_job_goes_on() {
         return;
     }
     let disk = Disk::new(2);
-    let child = super::command("disk:300", disk.path())
+    // So few that the trace does not think of a second file yet.
+    let mut child = super::command("disk:12/wait", disk.path())
         .env("TOWLINE_PROFILE", "trace")
         .env("TOWLINE_PROFILE_CONTROL", disk.control())
+        .stdin(Stdio::piped())
         .spawn()
         .unwrap();
     let patience = Instant::now();
     let length = || check::traces(disk.path()).first().map_or(0, |file| file.metadata().unwrap().len());
-    while length() < 64 << 10 {
+    while length() < 32 << 10 {
         assert!(patience.elapsed() < Duration::from_secs(60), "{}", length());
         std::thread::sleep(Duration::from_millis(5));
     }
     disk.fill();
+    child.stdin.take().unwrap().write_all(b"go on\n").unwrap();
     let output = super::finish(child);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(errors.contains("the trace ends here: ") && !errors.contains("TOWLINE_PROFILE_LIMIT"), "{errors}");

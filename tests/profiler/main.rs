@@ -53,7 +53,7 @@ fn scenario() {
         ("stuck", args) => why::play(args),
         ("several", args) => why::play_several(args),
         ("metrics", _) => dashboard::play(),
-        ("disk", calls) => disk::play(calls.parse().unwrap()),
+        ("disk", calls) => disk::play(calls),
         ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),
