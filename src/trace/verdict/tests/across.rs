@@ -245,6 +245,11 @@ fn a_stage_whose_gpu_is_held_up_in_another_communicator_is_a_victim() {
 #[test]
 fn a_half_that_is_a_moment_late_explains_no_older_transfer() {
     let mut comms = passing(3);
+    // The last stage has got its message, and is at work.
+    for stage in [1, 2] {
+        of(&mut comms, 3, stage).transfers.last_mut().expect("a transfer").open = false;
+    }
+    of(&mut comms, 3, 2).waits.clear();
     exchange(of(&mut comms, 3, 1), true, 2, 49 * S, true);
     let found = graph::findings(&comms);
     assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0]], "{found:?}");
