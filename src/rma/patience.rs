@@ -26,10 +26,13 @@ impl Patience {
         self.silences.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a process is waited for, by a wait that began at `since`. When not, that is remembered for the next wait.
-    pub(crate) fn lasts(&self, process: &str, since: Instant) -> bool {
+    /// Whether a process is waited for, by a wait that began at `since`. When not, that is remembered for the next wait. `moved`:
+    /// when something of it last came over the connection in question. It was not silent then, whatever another one showed.
+    pub(crate) fn lasts(&self, process: &str, since: Instant, moved: Option<Instant>) -> bool {
         let (mut silences, now) = (self.silences(), Instant::now());
-        let silent = silences.since(process, now).map_or(since, |silent| silent.min(since));
+        let since = moved.map_or(since, |moved| moved.max(since));
+        let silent = silences.since(process, now).filter(|silent| moved.is_none_or(|moved| moved < *silent));
+        let silent = silent.map_or(since, |silent| silent.min(since));
         if now < (silent + self.limit).max(since + self.limit.min(LEAST)) {
             return true;
         }
@@ -53,10 +56,16 @@ mod tests {
         let silences = Arc::default();
         let [first, second] = [0, 1].map(|_| Patience::new(LIMIT, Arc::clone(&silences)));
         let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the clock is older");
-        assert!(first.lasts("a:1", ago(59)) && !first.lasts("a:1", ago(61)));
-        assert!(second.lasts("a:1", ago(1)) && !second.lasts("a:1", ago(3)), "another group, the same process");
-        assert!(second.lasts("a:2", ago(3)), "another process");
+        assert!(first.lasts("a:1", ago(59), None) && !first.lasts("a:1", ago(61), None));
+        assert!(
+            second.lasts("a:1", ago(1), None) && !second.lasts("a:1", ago(3), None),
+            "another group, the same process"
+        );
+        assert!(second.lasts("a:2", ago(3), None), "another process");
+        assert!(second.lasts("a:1", ago(3), Some(ago(2))), "it goes on, or another process has the same label");
+        assert!(second.lasts("a:1", ago(90), Some(ago(59))), "a long transfer");
+        assert!(!second.lasts("a:1", ago(90), Some(ago(61))), "which has stopped");
         first.answered("a:1");
-        assert!(second.lasts("a:1", ago(3)));
+        assert!(second.lasts("a:1", ago(3), None));
     }
 }

@@ -23,7 +23,7 @@ use crate::os::error::{Cause, Error, Result};
 const POSTED: usize = 16;
 
 /// How long a goodbye may be under way after its rank has closed the other connection.
-pub(super) const GOODBYE: Duration = Duration::from_secs(1);
+const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A get: where its bytes belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,6 +119,8 @@ pub(crate) struct Peer {
     unsent: Option<(Instant, Error)>,
     /// It has put into memory whose registration has ended here.
     was_late: bool,
+    /// When something last came of it, or was known to have arrived there.
+    moved: Option<Instant>,
 }
 
 impl Peer {
@@ -141,12 +143,18 @@ impl Peer {
             has_left: false,
             unsent: None,
             was_late: false,
+            moved: None,
         }
     }
 
     /// Its rank.
     pub(crate) fn rank(&self) -> u32 {
         self.rank
+    }
+
+    /// When something last came of it, or was known to have arrived there.
+    pub(crate) fn moved(&self) -> Option<Instant> {
+        self.moved
     }
 
     /// Its process.
@@ -251,6 +259,9 @@ impl Peer {
             self.note(request, own.requests, |pending| pending.read = true);
         }
         let arrived = self.take_what_arrives(own)?;
+        if arrived || matches!(sent, Ok(true)) {
+            self.moved = Some(Instant::now());
+        }
         if self.has_left {
             return Ok(true);
         }

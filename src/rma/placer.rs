@@ -310,7 +310,7 @@ impl Placer {
             for other in &mut *others {
                 let Other::Alive(peer) = other else { continue };
                 if withdrawal.memory.is_used_by(peer) {
-                    if patience.lasts(peer.process(), withdrawal.since) {
+                    if patience.lasts(peer.process(), withdrawal.since, peer.moved()) {
                         is_used = true;
                     } else {
                         let why = "memory was taken back under a transfer that still used it";
@@ -338,7 +338,7 @@ impl Placer {
         let Some(since) = self.closes else { return };
         for other in &mut self.others {
             if let Other::Alive(peer) = other
-                && !self.patience.lasts(peer.process(), since)
+                && !self.patience.lasts(peer.process(), since, peer.moved())
             {
                 end(other, &self.shared, &mut self.losses, &Error::remote("it said no goodbye"), true);
             }
