@@ -19,9 +19,16 @@ const ENTRIES: usize = 1024;
 /// How many places are tried for one string.
 const PROBES: usize = 64;
 
+/// How often the state of a place is read that another thread is filling.
+const SPINS: usize = 4096;
+
 const EMPTY: u32 = 0;
-const WRITING: u32 = 1;
 const READY: u32 = 2;
+
+/// The state of a place that is being filled with a string of this hash.
+fn writing(hash: u32) -> u32 {
+    hash | 1
+}
 
 /// A string in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -44,7 +51,7 @@ static RECENT: [AtomicU64; RECENTS] = [const { AtomicU64::new(0) }; RECENTS];
 
 struct Table([Entry; ENTRIES]);
 
-// SAFETY: `length` and `text` are written only by the thread that moved `state` from EMPTY to WRITING, and read only
+// SAFETY: `length` and `text` are written only by the thread that moved `state` from EMPTY to `writing`, and read only
 // after `state` was seen READY (Acquire), which that thread stored (Release) after writing; they never change again.
 unsafe impl Sync for Table {}
 
@@ -66,29 +73,42 @@ impl Name {
     /// A string that found no room.
     pub(crate) const OTHER: Name = Name(u16::MAX);
 
-    /// The string's number. Wait-free: a bounded number of places is tried, and none is waited for.
+    /// The string's number. A bounded number of places is tried. One that another thread fills with the same string just now is
+    /// waited for, for a bounded time: after that the string is in the table twice.
     pub(crate) fn new(text: &[u8]) -> Name {
         if text.is_empty() {
             return Self::NONE;
         }
         let text = &text[..text.len().min(LONGEST)];
         let hash = hash(text);
+        let writing = writing(hash);
         for probe in 0..PROBES {
             // Place 0 means "none", so it is never used.
             let index = (hash as usize + probe) % (ENTRIES - 1) + 1;
             let entry = &TABLE.0[index];
-            let state = entry.state.load(Ordering::Acquire);
-            if state == READY {
-                if entry.hash.load(Ordering::Relaxed) == hash && entry.text() == text {
-                    return Name(index as u16);
+            let mut state = entry.state.load(Ordering::Acquire);
+            if state == EMPTY {
+                match entry.state.compare_exchange(EMPTY, writing, Ordering::Acquire, Ordering::Acquire) {
+                    Ok(_) => {
+                        entry.fill(text, hash);
+                        return Name(index as u16);
+                    }
+                    Err(other) => state = other,
                 }
-                continue;
             }
-            // A place that another thread is writing is skipped: at worst a string is in the table twice.
-            let free = state == EMPTY
-                && entry.state.compare_exchange(EMPTY, WRITING, Ordering::Acquire, Ordering::Relaxed).is_ok();
-            if free {
-                entry.fill(text, hash);
+            for spin in 1..=SPINS {
+                if state != writing {
+                    break;
+                }
+                // The other thread may be interrupted.
+                if spin % 64 == 0 {
+                    std::thread::yield_now()
+                } else {
+                    std::hint::spin_loop()
+                }
+                state = entry.state.load(Ordering::Acquire);
+            }
+            if state == READY && entry.hash.load(Ordering::Relaxed) == hash && entry.text() == text {
                 return Name(index as u16);
             }
         }
@@ -163,7 +183,7 @@ impl std::fmt::Display for Name {
 impl Entry {
     /// Writes the text and publishes the entry; only for the thread that won it.
     fn fill(&self, text: &[u8], hash: u32) {
-        // SAFETY: only this thread moved the entry to WRITING, so no other reads or writes it until READY is stored.
+        // SAFETY: only this thread moved the entry from EMPTY, so no other reads or writes it until READY is stored.
         unsafe {
             *self.length.get() = text.len() as u8;
             (&mut *self.text.get())[..text.len()].copy_from_slice(text);
@@ -190,16 +210,19 @@ mod tests {
 
     #[test]
     fn the_same_string_is_the_same_name_on_every_thread() {
-        let threads: Vec<_> = (0..8)
-            .map(|_| {
-                std::thread::spawn(|| (0..40).map(|i| Name::from(format!("func-{i}").as_str())).collect::<Vec<_>>())
-            })
-            .collect();
-        for thread in threads {
-            for (i, name) in thread.join().unwrap().into_iter().enumerate() {
-                assert_eq!(name.text(), format!("func-{i}"));
-            }
+        let together = std::sync::Barrier::new(8);
+        let add = |i| {
+            together.wait();
+            Name::from(format!("func-{i}").as_str())
+        };
+        let all: Vec<Vec<Name>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| (0..40).map(add).collect())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for (i, name) in all[0].iter().enumerate() {
+            assert_eq!(name.text(), format!("func-{i}"));
         }
+        assert!(all.iter().all(|names| *names == all[0]), "{all:?}");
         assert_eq!(Name::from("AllReduce"), Name::from("AllReduce"));
         assert_ne!(Name::from("AllReduce"), Name::from("AllGather"));
     }
