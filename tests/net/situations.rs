@@ -436,16 +436,17 @@ fn trial(situation: &Situation, library: &Path) -> Outcome {
     job.reports()
 }
 
-fn is_kept(promise: Promise, outcome: &Outcome) -> bool {
+/// `slack`: how many times as long as promised it may take.
+fn is_kept(promise: Promise, outcome: &Outcome, slack: f64) -> bool {
     match (promise, outcome) {
         (Promise::Nothing, _) => true,
-        (Promise::GoesOn(most), Outcome::GoesOn { longest, .. }) => *longest <= most,
-        (Promise::Connects(most), Outcome::Connects { after, .. }) => *after <= most,
+        (Promise::GoesOn(most), Outcome::GoesOn { longest, .. }) => *longest <= slack * most,
+        (Promise::Connects(most), Outcome::Connects { after, .. }) => *after <= slack * most,
         (Promise::Moves(least), Outcome::GoesOn { mbit, .. }) => *mbit >= least,
         (Promise::Ends(most), Outcome::Ends { error, after, all }) => {
-            *all && *after <= most && error.contains("ncclRemoteError")
+            *all && *after <= slack * most && error.contains("ncclRemoteError")
         }
-        (Promise::Closes(most), Outcome::Aborted { took, told }) => *took <= most && told.is_some(),
+        (Promise::Closes(most), Outcome::Aborted { took, told }) => *took <= slack * most && told.is_some(),
         _ => false,
     }
 }
@@ -492,7 +493,7 @@ fn told(outcomes: &[Outcome], promise: Promise) -> String {
 }
 
 /// Plays situations, several at a time, and prints a line for each.
-fn play_all(situations: &[&Situation], libraries: &[PathBuf], trials: usize, at_once: usize) {
+fn play_all(situations: &[&Situation], libraries: &[PathBuf], trials: usize, at_once: usize, slack: f64) {
     // Long ones first, the libraries in turn.
     let mut tasks = Vec::new();
     for turn in 0..trials {
@@ -524,7 +525,7 @@ fn play_all(situations: &[&Situation], libraries: &[PathBuf], trials: usize, at_
     for (situation, outcomes) in situations.iter().zip(&done) {
         for outcome in &outcomes[0] {
             assert!(
-                is_kept(situation.promise, outcome),
+                is_kept(situation.promise, outcome, slack),
                 "{}: {outcome:?}, not {:?}",
                 situation.name,
                 situation.promise
@@ -554,6 +555,7 @@ fn side_by_side() {
         &libraries,
         number("SITUATIONS_TRIALS").map_or(3, |set| set as usize),
         number("SITUATIONS_AT_ONCE").map_or(4, |set| set as usize),
+        1.0,
     );
 }
 
@@ -567,5 +569,6 @@ fn a_job_goes_on_or_ends_as_promised() {
     }
     let situations: Vec<&Situation> = SITUATIONS.iter().filter(|it| NAMES.contains(&it.name)).collect();
     assert_eq!(situations.len(), NAMES.len());
-    play_all(&situations, &[crate::support::library()], 1, 3);
+    // Beside other tests, on few processors.
+    play_all(&situations, &[crate::support::library()], 1, 3, 2.0);
 }
