@@ -190,7 +190,7 @@ impl Placer {
             }
             Command::Get { request, rank, from, to } => {
                 if self.shared.registry.locate(to.region, to.offset, to.size).is_err() {
-                    // Its registration has ended, so nobody looks there; as with a put, for the sake of an abort.
+                    // Its registration has ended, so NCCL does not read it any more. An error would hang its abort, as with a put.
                     return self.shared.requests.end(request, Ok(()));
                 }
                 match &mut self.others[rank as usize] {

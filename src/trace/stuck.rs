@@ -1,5 +1,5 @@
-//! Tells the user, once of each, of calls that do not end: with the sentence of `towline why` where the states of the job's
-//! processes lie in a directory, else with what this process knows.
+//! Warns once of each call that does not end: with the sentence of `towline why` where the states of the job's processes lie in a
+//! directory, else with what this process knows.
 //!
 //! The states are read on a thread of their own, since a file system may not answer; it has [`PATIENCE`], and the writer does
 //! not wait for it.

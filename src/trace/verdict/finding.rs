@@ -1,11 +1,11 @@
-//! What holds ranks up, and whom.
+//! What holds ranks up, and how many.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{Cause, Communicator, Member, On, Verdict};
 
-/// A communicator that stands still, the reason, and who waits for the same.
+/// A communicator that stands still, the reason, and the ranks that wait for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Finding {
     /// The communicator.

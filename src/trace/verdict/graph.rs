@@ -57,7 +57,7 @@ struct Graph<'a> {
     nodes: BTreeMap<Spot, Node>,
 }
 
-/// What holds the communicators up: those for which most wait first, and those in which nobody is named last.
+/// What holds the communicators up: findings for which most ranks wait first, and those that name no rank last.
 pub(super) fn findings(comms: &Communicators) -> Vec<Finding> {
     let mut graph = Graph::new(comms);
     let mut direct = Vec::new();
@@ -120,7 +120,7 @@ fn start(id: u64, comm: &Communicator) -> Start {
 struct Found {
     comm: u64,
     verdict: Verdict,
-    /// Who is named.
+    /// The processes that hold others up.
     named: BTreeSet<Worker>,
     /// From where it is reached.
     spots: Vec<Spot>,
@@ -202,7 +202,7 @@ impl<'a> Graph<'a> {
     fn before(&self, from: Spot, rank: i32) -> Option<Edge> {
         let member = self.comms.get(&from.comm)?.members.get(&rank)?;
         let key = match from.rank {
-            // The peer has the other half; who is further down the chain has neither.
+            // The peer has the other half; a rank further down the chain has neither.
             Some(waiting) if waiting != rank => {
                 (from.key.peer == Some(rank)).then(|| transfers::other_half(waiting, from.key))?
             }
@@ -307,8 +307,8 @@ impl<'a> Graph<'a> {
         Found { comm: circle[0].comm, verdict, named: workers.collect(), spots }
     }
 
-    /// One finding for each rank, or set of ranks, that holds others up, or where nobody is named for each end of a
-    /// communicator's waits: the one that has waited longest.
+    /// One finding for each rank, or set of ranks, that holds others up; where no rank is named, one for each end of a
+    /// communicator's waits. Of several the one with the longest wait.
     fn joined(&self, found: Vec<Found>) -> Vec<Finding> {
         let waited = |verdict: &Verdict| verdict.waiting.as_ref().map(|waiting| waiting.for_ns);
         let key = |found: &Found| {
@@ -336,7 +336,7 @@ impl<'a> Graph<'a> {
         findings
     }
 
-    /// Who waits in a spot.
+    /// The processes that wait in a spot.
     fn victims(&self, spot: &Spot) -> impl Iterator<Item = Worker> {
         let node = &self.nodes[spot];
         let waiting = node.verdict.waiting.iter().flat_map(|waiting| waiting.ranks.iter().copied());

@@ -290,7 +290,7 @@ pub(crate) struct Made {
     pub key: Key,
     /// With what.
     pub arguments: Arguments,
-    /// Who did.
+    /// The ranks that made it so.
     pub ranks: Vec<i32>,
 }
 
@@ -351,7 +351,7 @@ fn odd<'a>(groups: impl IntoIterator<Item = &'a Vec<i32>>) -> Vec<i32> {
     groups.into_iter().filter(|ranks| 2 * ranks.len() <= all).flatten().copied().collect()
 }
 
-/// Why a communicator stands still, and for whom.
+/// Why a communicator stands still, and which ranks wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Verdict {
     /// The ranks that wait; None when a mismatch was found before anything waits.

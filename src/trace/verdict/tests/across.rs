@@ -67,7 +67,7 @@ fn the_rank_that_holds_up_a_whole_grid_is_named_alone() {
             let sentence = found[0].sentence();
             let end = format!("; in all, {victims} ranks in {communicators} communicators wait for this");
             assert!(found[0].comm.title == format!("tp{}", odd / side) && sentence.ends_with(&end), "{sentence}");
-            // Nobody stands out while it is only a moment late.
+            // No rank stands out while it is only a moment late.
             comms.values_mut().for_each(|comm| comm.now = 14 * S);
             assert_eq!(graph::findings(&comms), []);
         }
