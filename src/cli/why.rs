@@ -66,14 +66,13 @@ impl Answer {
     fn of(found: Found) -> Self {
         let processes = &found.processes;
         let now = clock::now();
-        let comms = gather::running(processes, now);
-        let findings = gather::job(processes, now).findings();
+        let job = gather::job(processes, now);
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
-        Self { findings, alive, communicators: comms.len(), remarks: found.notes }
+        Self { communicators: job.communicators(), findings: job.findings(), alive, remarks: found.notes }
     }
 
     fn verdict(&self) -> Verdict {
-        if self.findings.iter().any(|finding| !finding.verdict.named().is_empty()) {
+        if self.findings.iter().any(|finding| finding.verdict.names_a_rank()) {
             Verdict::Problems
         } else if self.findings.is_empty() && self.alive > 0 {
             Verdict::Good

@@ -147,6 +147,6 @@ fn look_at_all(dir: &Path, rank: usize) -> Vec<Finding> {
     let states = states.into_iter().filter_map(|(path, state)| Some((path, state.ok()?))).collect();
     let processes = gather::processes(states);
     let mut findings = gather::job(&processes, clock::now()).findings();
-    findings.retain(|finding| !finding.verdict.named().is_empty());
+    findings.retain(|finding| finding.verdict.names_a_rank());
     findings
 }

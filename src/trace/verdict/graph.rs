@@ -332,7 +332,7 @@ impl<'a> Graph<'a> {
             Some(Finding { comm, verdict, victims, communicators })
         };
         let mut findings: Vec<Finding> = groups.into_values().filter_map(finding).collect();
-        findings.sort_by_key(|it| std::cmp::Reverse((!it.verdict.named().is_empty(), it.victims, waited(&it.verdict))));
+        findings.sort_by_key(|it| std::cmp::Reverse((it.verdict.names_a_rank(), it.victims, waited(&it.verdict))));
         findings
     }
 

@@ -85,6 +85,11 @@ impl Job {
         comm.members.insert(info.rank, member);
     }
 
+    /// How many communicators there are.
+    pub(crate) fn communicators(&self) -> usize {
+        self.comms.len()
+    }
+
     /// What the job waits for: nothing when no communicator stands still.
     pub(crate) fn findings(mut self) -> Vec<Finding> {
         for (&id, comm) in &mut self.comms {

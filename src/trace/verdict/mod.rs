@@ -384,6 +384,11 @@ impl Verdict {
         }
     }
 
+    /// Whether it names a rank.
+    pub(crate) fn names_a_rank(&self) -> bool {
+        !self.named().is_empty()
+    }
+
     /// The kind of cause, in one word.
     pub(crate) fn kind(&self) -> &'static str {
         match &self.cause {
