@@ -10,7 +10,7 @@ use crate::os::error::{Error, Result};
 
 use super::cuda::{Gpu, GpuMemory};
 
-/// Where buffers are, and how a plugin comes to them.
+/// Where buffers are, and how a plugin reaches them.
 #[derive(Clone, Default)]
 pub(crate) struct Place(Option<OnGpu>);
 
@@ -42,11 +42,11 @@ impl Place {
     }
 }
 
-/// What registers memory.
+/// A connection that registers memory.
 pub(crate) trait Registers {
     /// By its address.
     fn by_address(&self, data: *mut c_void, size: usize, kind: c_int) -> std::result::Result<Mr, Code>;
-    /// By a descriptor of it, from its first byte on.
+    /// By its DMA-BUF descriptor, from the first byte on.
     fn by_descriptor(&self, data: *mut c_void, size: usize, kind: c_int, fd: c_int) -> std::result::Result<Mr, Code>;
 }
 
@@ -97,7 +97,7 @@ impl Buffer {
         &self.host
     }
 
-    /// The same, to be changed; [`Buffer::upload`] brings changes into the buffer.
+    /// The same bytes, mutable; [`Buffer::upload`] copies changes into the buffer.
     pub(crate) fn host_mut(&mut self) -> &mut [u8] {
         self.host.bytes_mut()
     }
@@ -107,12 +107,12 @@ impl Buffer {
         self.device.is_some()
     }
 
-    /// Brings a part of the copy into the buffer, when they are two.
+    /// Copies a part of the host copy into GPU memory; a buffer in host memory needs nothing.
     pub(crate) fn upload(&self, range: Range<usize>) -> Result<()> {
         self.device.as_ref().map_or(Ok(()), |(memory, _)| memory.write(range.start, &self.host.bytes()[range]))
     }
 
-    /// Brings a part of the buffer into its copy, when they are two.
+    /// Copies a part of GPU memory into the host copy; a buffer in host memory needs nothing.
     pub(crate) fn download(&mut self, range: Range<usize>) -> Result<()> {
         let Self { host, device } = self;
         device.as_ref().map_or(Ok(()), |(memory, _)| memory.read(range.start, &mut host.bytes_mut()[range]))
@@ -139,7 +139,7 @@ impl Buffer {
         comm.by_address(self.at(0), self.len(), PTR_CUDA).map_err(registering)
     }
 
-    /// Whether nothing was written around the part in host memory.
+    /// Whether the guards around the part in host memory are unchanged.
     pub(crate) fn guards_intact(&self) -> bool {
         self.host.guards_intact()
     }

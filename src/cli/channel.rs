@@ -37,7 +37,7 @@ impl Channel {
         Ok(Self { socket, unread: Vec::new(), peer: self.peer.clone() })
     }
 
-    /// How the other side is called in messages.
+    /// The other side's name in messages.
     pub(crate) fn peer(&self) -> &str {
         &self.peer
     }
@@ -70,7 +70,7 @@ impl Channel {
             .map_err(|error| strange(error).with_peer(&self.peer).with_hint("use the same version on both sides"))
     }
 
-    /// What `receive` would answer, if it is of that kind; it stays there. Waits for it.
+    /// Waits for the next message and leaves it for `receive`; `None` when it is not a `T`.
     pub(crate) fn peek<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let line = self.receive_line()?;
         let message = serde_json::from_slice(&line).ok();

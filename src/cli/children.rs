@@ -93,8 +93,8 @@ pub(crate) fn describe(ending: ExitStatus) -> String {
     }
 }
 
-/// In a child, first of all: ties its life to the parent's and makes it a host like those that NCCL runs in, which
-/// SIGPIPE kills (Rust programs ignore it, and would hide a plugin that raises it). Returns the way to the parent.
+/// The first call of a child: it dies with its parent, and SIGPIPE kills it, as it kills the programs that use NCCL
+/// (Rust programs ignore SIGPIPE, which would hide a plugin that raises it). Returns the channel to the parent.
 pub(crate) fn channel_to_parent() -> Result<Channel> {
     // SAFETY: neither call touches memory, and no handler is replaced but the default.
     unsafe {
@@ -104,7 +104,7 @@ pub(crate) fn channel_to_parent() -> Result<Channel> {
     let stdin =
         io::stdin().as_fd().try_clone_to_owned().map_err(|error| Error::system("taking the channel", &error))?;
     let channel = Channel::unix(UnixStream::from(stdin), "the parent process");
-    // The parent may have ended before the first line of this.
+    // The parent may have ended before the call above.
     if channel.is_closed() {
         return Err(Error::usage("this subcommand is started by towline itself"));
     }

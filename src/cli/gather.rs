@@ -30,7 +30,7 @@ pub(crate) struct Place {
 #[derive(Default)]
 pub(crate) struct Found {
     pub(crate) processes: Vec<Process>,
-    /// What the user should know beside them.
+    /// Notes for the user about them.
     pub(crate) notes: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ impl Place {
         asked.or_else(|| place::default_dir(false))
     }
 
-    /// What is to be known of where processes were looked for, when there are none.
+    /// Where processes were searched, for the message that there are none.
     pub(crate) fn whereabouts(&self) -> String {
         if !self.host.is_empty() {
             return format!("at {}", self.host.join(", "));
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-/// The states that could be read; of each other file the user is told once.
+/// The states that could be read; each other file is reported once.
 fn readable(states: Vec<(PathBuf, io::Result<State>)>) -> Vec<(PathBuf, State)> {
     static TOLD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     let read = |(path, state): (PathBuf, io::Result<State>)| match state {
@@ -86,7 +86,7 @@ fn readable(states: Vec<(PathBuf, io::Result<State>)>) -> Vec<(PathBuf, State)> 
     states.into_iter().filter_map(read).collect()
 }
 
-/// Which processes missed events.
+/// A note for each process that missed events.
 fn dropped(processes: &[Process]) -> Vec<String> {
     let dropped = processes.iter().filter(|process| process.state.dropped > 0).map(|process| {
         let State { host, pid, dropped, .. } = &process.state;

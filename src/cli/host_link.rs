@@ -76,9 +76,9 @@ pub(crate) struct HostLink {
 struct Receiving {
     /// The receive, and then its flush.
     request: Request,
-    /// Bytes that are due.
+    /// Bytes that are expected.
     due: usize,
-    /// Bytes that have come, when the request is the flush.
+    /// Bytes that have arrived, when the request is the flush.
     arrived: Option<usize>,
 }
 
@@ -190,7 +190,7 @@ impl Link for HostLink {
         self.idle_rounds = 0;
         // Some plugins never report sizes (NCCL hardly reads them); then the verification of the data must suffice.
         let bytes = arrived.unwrap_or_else(|| usize::try_from(sizes[0]).unwrap_or(due));
-        // What came into GPU memory is flushed before it is read, as NCCL does.
+        // As in NCCL, data in GPU memory is flushed before it is read.
         if self.receive_memory.is_flushed() && arrived.is_none() && bytes > 0 {
             let part = Part::new(self.receive_memory.at(slot * CHUNK_BYTES), bytes, Some(&self.receive_mr));
             // SAFETY: as for sends.

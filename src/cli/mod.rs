@@ -40,7 +40,7 @@ const EXIT_UNCLEAR: u8 = 2;
 /// Everything ran, but data was wrong.
 const EXIT_WRONG: u8 = 3;
 
-/// How a subcommand that ran to its end left things.
+/// The outcome of a subcommand that ran to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// All is well.
@@ -95,7 +95,7 @@ enum Command {
 }
 
 impl Command {
-    /// What is wrong with options that are right one by one.
+    /// The error for options that are valid one by one but not together.
     fn check(&self) -> std::result::Result<(), String> {
         match self {
             Self::AllReduce(options) => options.counts().map(drop),

@@ -37,23 +37,23 @@ static LOOK: extern "C" fn() = {
     look
 };
 
-/// Reports when the output cannot be seen.
+/// Fails when standard output was closed, so that no reader could see the results.
 pub(crate) fn check_stdout() -> Result<()> {
     if CLOSED.load(Ordering::Relaxed) {
-        return Err(Error::usage("standard output is closed").with_hint("send it to /dev/null if nobody wants it"));
+        return Err(Error::usage("standard output is closed").with_hint("redirect it to /dev/null if it is not needed"));
     }
     Ok(())
 }
 
-/// Makes sure, before a run that takes its time, that its results can be written there. What is there already stays, and
-/// where nothing was, nothing is left for a run that does not come to its end.
+/// Checks before a long run that its results can be written there. An existing file keeps its contents, and no new file
+/// is left behind.
 pub(crate) fn check_json(file: Option<&Path>) -> Result<()> {
     let Some(file) = file.filter(|file| *file != Path::new(STDOUT)) else { return Ok(()) };
     let there = OpenOptions::new().append(true).open(file);
     let outcome = match there.map(drop) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             match OpenOptions::new().append(true).create_new(true).open(file) {
-                // A symbolic link to nothing yet.
+                // A symbolic link whose target does not exist yet.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
                 made => made.and_then(|_| fs::remove_file(file)),
             }

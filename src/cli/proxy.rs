@@ -13,7 +13,7 @@ use super::ring::{CHUNK_BYTES, SLOTS};
 
 /// The events of one rank's messages.
 pub(crate) struct Proxy {
-    /// Before the profiler: their handles lead to it.
+    /// Dropped before the profiler, to which their handles point.
     directions: [Direction; 2],
     collectives: u64,
     profiler: Option<Box<Profiler>>,
@@ -23,7 +23,7 @@ pub(crate) struct Proxy {
 #[derive(Default)]
 struct Direction {
     peer: usize,
-    /// Operations with open steps, the present one last.
+    /// Operations with open steps, the current one last.
     operations: VecDeque<Operation>,
     steps: [Option<Box<StepHandle>>; SLOTS],
 }
@@ -50,7 +50,7 @@ impl Proxy {
         Self { directions, collectives: 0, profiler: profiler.map(Box::new) }
     }
 
-    /// A collective begins; what was begun before belongs to the last one.
+    /// A collective begins; open operations still belong to the one before.
     pub(crate) fn collective(&mut self, count: usize, sends: usize, receives: usize) {
         let Some(profiler) = &self.profiler else { return };
         let collective = profiler.collective(c"AllReduce", self.collectives, count);
@@ -69,7 +69,7 @@ impl Proxy {
         }
     }
 
-    /// The message in `slot` is about to be posted, perhaps not for the first time. Returns its profiler handle.
+    /// The message in `slot` is about to be posted, or posted again. Returns its profiler handle.
     pub(crate) fn posting(&mut self, way: Way, slot: usize) -> *mut c_void {
         let Some(profiler) = &self.profiler else { return null_mut() };
         let direction = &mut self.directions[way as usize];

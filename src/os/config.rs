@@ -723,7 +723,7 @@ variables! {
         unit: "bytes",
         since: "0.1.0",
         read: "connections",
-        help: "With adaptive routing, the size above which the end of a message is told by a message of its own.",
+        help: "With adaptive routing, the size above which a separate message marks the end of a message.",
     }
     ib_pci_relaxed_ordering: Number<0, 2> {
         name: "NCCL_IB_PCI_RELAXED_ORDERING",

@@ -1,9 +1,9 @@
-//! One clock for many processes, from what the traces themselves tell.
+//! One clock for many processes, estimated from their traces.
 //!
-//! Every message is evidence: it cannot arrive before it has left. A message from A to B says how far B's clock may at
-//! most be *behind* A's; one from B to A says how far it may be ahead. With messages both ways, or around a ring, the
-//! difference between two clocks is caught in an interval: its middle is the estimate, half its width the error bound.
-//! The bound holds whatever the network does; it is tight when some messages were fast.
+//! Every message is evidence: it cannot arrive before it has left. A message from A to B bounds how far B's clock may
+//! be *behind* A's; one from B to A bounds how far it may be ahead. With messages both ways, or around a ring, the
+//! difference between two clocks lies in an interval: its middle is the estimate, half its width the error bound. The
+//! bound holds whatever the network does; it is tight when some messages were fast.
 //!
 //! Processes of one boot of one host share a clock and are aligned exactly. Hosts that no messages connect are put
 //! together by their wall clocks, and their bound is unknown. Clocks that drift apart during a trace are taken into
@@ -17,7 +17,7 @@ use super::perfetto::read::Arrow;
 /// Messages of so much time are taken together. In ten seconds two clocks drift apart by some microseconds.
 pub(crate) const WINDOW_NS: u64 = 10_000_000_000;
 
-/// What is known of one process.
+/// The input about one process.
 #[derive(Debug, Clone)]
 pub(crate) struct Clock {
     /// Which process on which host.
@@ -26,12 +26,12 @@ pub(crate) struct Clock {
     pub arrows: Vec<Arrow>,
 }
 
-/// What to add to a process's times, and how far that may be wrong against the reference.
+/// The correction to a process's times, and its largest error against the reference.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Correction {
     /// Times (of the process) and what to add there; in between, in proportion.
     points: Vec<(u64, i64)>,
-    /// The largest error in nanoseconds; None when only the wall clock was there to go by.
+    /// The largest error in nanoseconds; None when the estimate rests on the wall clock alone.
     pub bound: Option<u64>,
     /// Messages that the estimate rests on.
     pub messages: usize,
@@ -156,7 +156,7 @@ fn consistent_limits(count: usize, pairs: &[Pair], wall: &[i64]) -> (Vec<Vec<i64
     }
 }
 
-/// `limits[b][a]`: at most so much has host b's correction (beyond its wall clock) over host a's, from all chains of
+/// `limits[b][a]`: the most by which host b's correction (beyond its wall clock) exceeds host a's, from all chains of
 /// messages (Floyd and Warshall's shortest paths).
 fn limits(count: usize, pairs: &[Pair], wall: &[i64], allowance: i64) -> Vec<Vec<i64>> {
     let mut limits = vec![vec![FAR; count]; count];

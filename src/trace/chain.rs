@@ -1,11 +1,12 @@
 //! A second profiler behind ours: NCCL loads one profiler, and users want two at once.
 //!
 //! The second profiler sees what it would see alone: its own contexts, its own event handles as parents, the events
-//! that NCCL would emit for its mask and no others. Loading it and its C structs are the business of
-//! [`crate::abi`]; here is the translation from our handles to its own, without lock or allocation.
+//! that NCCL would emit for its mask and no others. [`crate::abi`] loads it and fills its C structs; this file
+//! translates our handles to its own, without lock or allocation.
 //!
-//! Bounded: some thirty thousand live handles. An event that NCCL has stopped keeps its handle, as children may still name it as
-//! their parent, until the room is needed. What finds no room is declined for the second profiler and counted.
+//! Bounded: some thirty thousand live handles. An event that NCCL has stopped keeps its handle, as children may still
+//! name it as their parent, until the room is needed. An event that finds no room is declined for the second profiler
+//! and counted.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
@@ -25,7 +26,7 @@ const CONTEXTS: usize = 4096;
 /// In a slot's state: the event was stopped; its handle serves as a parent until the slot is needed.
 const STOPPED: u64 = 1;
 
-/// The data of a start besides its body: only a second profiler needs them.
+/// The data of a start besides its body, for a second profiler only.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Start {
     /// The parent's handle as NCCL knows it, ours.
@@ -57,7 +58,7 @@ pub(crate) struct Change {
     pub data: *mut c_void,
 }
 
-/// A loaded profiler, spoken to in our terms. Implemented where C is spoken.
+/// A loaded profiler behind our own types; [`crate::abi`] implements it over C.
 pub(crate) trait Second: Send + Sync {
     /// A new communicator; the mask goes to `mask`, now or later. None when the profiler refuses.
     fn init(&self, comm: &CommInfo, mask: &AtomicI32) -> Option<*mut c_void>;
@@ -98,7 +99,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Puts `second` behind us.
+    /// Chains `second` behind our profiler.
     pub(crate) fn new(second: Box<dyn Second>) -> Self {
         Self {
             second,
@@ -149,7 +150,7 @@ impl Chain {
         body.kind().is_some_and(|kind| kind.triggers() & self.mask() != 0)
     }
 
-    /// Hands the start of our `event` on. False when the second profiler took no notice of it.
+    /// Passes the start of our `event` on. False when the second profiler declined it.
     pub(crate) fn start(&self, event: u64, context: u64, start: &Start) -> bool {
         let slot = &self.contexts[key::serial(context) as usize % CONTEXTS];
         // A context that is not in the table belongs to another process or to a communicator that has ended.
@@ -174,7 +175,7 @@ impl Chain {
         kept
     }
 
-    /// Hands a stop on.
+    /// Passes a stop on.
     pub(crate) fn stop(&self, event: u64) {
         if let Some((slot, handle)) = self.slot(event) {
             slot.state.store(STOPPED, Ordering::Relaxed);
@@ -182,7 +183,7 @@ impl Chain {
         }
     }
 
-    /// Hands a change of state on.
+    /// Passes a change of state on.
     pub(crate) fn record(&self, event: u64, change: &Change) {
         if let Some((_, handle)) = self.slot(event) {
             self.second.record(handle, change);

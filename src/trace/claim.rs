@@ -1,5 +1,5 @@
-//! Names of files that are this process's alone. Containers that share a directory may share host names and process numbers too,
-//! and so does a second run in one container with the first.
+//! File names that no other process uses. Containers that share a directory may share host names and process numbers
+//! too, and so does a second run in one container with the first.
 
 use std::fs::OpenOptions;
 use std::io::{self, ErrorKind};
@@ -9,8 +9,8 @@ use std::time::Duration;
 /// The most files of one name that are tried.
 pub(super) const MOST: u32 = 10_000;
 
-/// Opens `path`, or the first numbered name beside it at which `open` does not find another's: `a.prom`, `a.2.prom`, and so on.
-/// Another's is what makes `open` fail with `taken`. Gives what was opened, where, and the number.
+/// Opens `path`, or the first numbered name beside it that no other process has: `a.prom`, `a.2.prom`, and so on.
+/// `open` fails with `taken` when another process has the name. Returns the opened file, its path and the number.
 ///
 /// # Errors
 /// Any other failure of `open`, and `taken` when the first `most` names are.
@@ -31,8 +31,8 @@ pub(super) fn first_free<T>(
     }
 }
 
-/// Makes an empty file at the first free name. A file for which `is_over` holds is free too. Gives the number beside the path.
-/// Where none can be made it is `path`, and writing to it will say why.
+/// Makes an empty file at the first free name. A file for which `is_over` holds is free too. Returns the path and the
+/// number. If no file can be made, returns `path`, and writing to it will fail with the reason.
 pub(super) fn claim(path: &Path, is_over: impl Fn(&Path) -> bool) -> (PathBuf, u32) {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         let _ = std::fs::create_dir_all(dir);
@@ -53,7 +53,7 @@ fn numbered(path: &Path, number: u32) -> PathBuf {
         return path.to_owned();
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    // Of `a.summary.txt` all of the ending.
+    // The ending of `a.summary.txt` is `summary.txt`.
     let at = name.strip_suffix(".summary.txt").map(str::len).or_else(|| name.rfind('.')).unwrap_or(name.len());
     path.with_file_name(format!("{}.{number}{}", &name[..at], &name[at..]))
 }
@@ -85,7 +85,7 @@ mod tests {
         let path = dir.path().join("h-7.state");
         let old = |path: &Path| is_older(path, Duration::from_secs(10));
         assert_eq!(claim(&path, old), (path.clone(), 1));
-        // Its process is at work.
+        // Its process still renews it.
         assert_eq!(claim(&path, old), (dir.path().join("h-7.2.state"), 2));
         let long_ago = std::time::SystemTime::now() - Duration::from_secs(60);
         std::fs::File::options().write(true).open(&path).unwrap().set_modified(long_ago).unwrap();

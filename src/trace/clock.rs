@@ -13,8 +13,8 @@ pub fn now() -> u64 {
     ticks::system_clock()
 }
 
-/// What [`Ticks`] were on this clock: it lies on straight lines between readings of both, taken often, so that what
-/// steers the system's clock steers this, and two processes of a host agree to the error of a reading, some 50 ns.
+/// Converts [`Ticks`] to this clock, along straight lines between frequent readings of both. Corrections of the
+/// system's clock apply here too, and two processes of a host agree to the error of a reading, some 50 ns.
 ///
 /// Guarantees: later ticks are never an earlier time; ticks between two readings are a time between theirs.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl Timeline {
         }
     }
 
-    /// No caller needs anything before `ticks` any more.
+    /// Forgets readings that only times before `ticks` need.
     pub(super) fn forget(&mut self, ticks: u64) {
         while self.readings.len() > 2 && self.readings[1].0 <= ticks {
             self.readings.pop_front();

@@ -207,7 +207,7 @@ pub struct P2p {
     pub tag: u64,
 }
 
-/// What the proxy thread does for one collective on one channel with one peer.
+/// The proxy thread's work for one collective on one channel with one peer.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[allow(missing_docs)]
 pub struct ProxyOp {
@@ -236,8 +236,8 @@ pub struct NetPart {
     pub resend: bool,
     /// How long before the call it began, in nanoseconds.
     pub ago_ns: u32,
-    /// Of a part that has ended, if that is all there is to say of its end: one more than its nanoseconds on the wire. Most
-    /// parts are one record by this instead of two.
+    /// For a part that has ended with nothing else to report: one more than its nanoseconds on the wire. This makes
+    /// most parts one record instead of two.
     pub over: u32,
     pub carrier: Carrier,
 }
@@ -279,14 +279,14 @@ impl NetPart {
         Self { over, ..Self::of(net) }
     }
 
-    /// What is known of the part that is all of the sum.
+    /// The data of the part that stands for the sum.
     fn sum(sum: &NetSum) -> Self {
         let &NetSum { link, message, length, rail, send, wire_ns, .. } = sum;
         let ago_ns = u32::try_from(wire_ns).unwrap_or(u32::MAX);
         Self { link, message, length, rail, stream: net_event::SEVERAL, send, ago_ns, ..Self::default() }
     }
 
-    /// Whether [`NetPart::ended`] holds everything about the part.
+    /// Whether [`NetPart::ended`] holds all data about the part.
     #[inline]
     pub(crate) fn takes_in(net: &NetEvent) -> bool {
         let waits = net.wait_receiver_ns | net.wait_socket_ns | net.wait_credit_ns;
@@ -307,7 +307,7 @@ impl NetPart {
         wire_ns.is_some()
     }
 
-    /// Gives it back.
+    /// The inverse.
     pub(crate) fn take_out(&mut self) -> Option<NetTimes> {
         let wire_ns = std::mem::take(&mut self.over).checked_sub(1)?;
         Some(self.plain_end(wire_ns))
@@ -442,8 +442,8 @@ pub enum Body {
         length: u64,
     },
     NetTowline(NetPart),
-    /// A part that has ended, by the figures only, from one NCCL thread to ours: there it becomes a [`Body::NetTowline`] and
-    /// its [`Body::NetTimes`] ([`Body::ended_part`]).
+    /// The figures of a part that has ended, on the way from NCCL's thread to ours, which turns it into a
+    /// [`Body::NetTowline`] and its [`Body::NetTimes`] ([`Body::ended_part`]).
     NetSum(NetSum),
     /// A NetPlugin event of a plugin with an unknown descriptor.
     NetOther {

@@ -1,4 +1,4 @@
-//! What NCCL keeps for us: contexts and event handles that are numbers, not pointers.
+//! The contexts and event handles that NCCL keeps for us: numbers, not pointers.
 //!
 //! NCCL passes them back at any time: after an abort, from a thread that missed a `finalize`, even from another
 //! process's memory (a ProxyOp that NCCL proxies for a neighbour carries the neighbour's context and parents). A
@@ -24,7 +24,7 @@ impl Stamp {
     /// A fresh stamp.
     pub(crate) fn random() -> Self {
         let mut bytes = [0; 2];
-        // Without randomness the pid has to do: neighbours on one host then still differ.
+        // Without randomness the pid serves: neighbours on one host still differ.
         let number = match getrandom::fill(&mut bytes) {
             Ok(()) => u16::from_ne_bytes(bytes),
             Err(_) => std::process::id() as u16,

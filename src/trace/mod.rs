@@ -8,16 +8,16 @@
 //! towline trace:  perfetto::read ──► align ──► summary
 //! ```
 //!
-//! The writer also keeps the last calls and the open operations ([`tracker`]), which the service tells ([`live`]) to
+//! The writer also keeps the last calls and the open operations ([`tracker`]), which the service reports ([`live`]) to
 //! `towline why`; [`verdict`] finds the rank that holds the job up, there and in `towline trace report`.
 //!
 //! Guarantees: with `TOWLINE_STATUS=0` and without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN`, nothing is made and
-//! NCCL's event mask is 0. On NCCL's threads there is no lock, no allocation and no system call; memory is bounded; what does not fit is
-//! dropped, counted and said. Handles are numbers, so a call that comes late or from a forked child finds nothing
-//! rather than freed memory.
+//! NCCL's event mask is 0. On NCCL's threads there is no lock, no allocation and no system call; memory is bounded;
+//! what does not fit is dropped, counted and reported. Handles are numbers, so a call that comes late or from a forked
+//! child finds nothing rather than freed memory.
 //!
 //! This room knows NCCL's profiler interface in its own terms ([`event`]); the C structs are `abi`'s. It must not know
-//! the transport, which tells it things through NCCL like any plugin would ([`crate::nccl::net_event`]).
+//! the transport, which reports events through NCCL as any plugin would ([`crate::nccl::net_event`]).
 
 pub(crate) mod align;
 pub(crate) mod chain;

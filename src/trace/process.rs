@@ -1,4 +1,4 @@
-//! What NCCL's threads, the writer and the service share: the process's profiler, and what they tell each other.
+//! The process's profiler, which NCCL's threads, the writer and the service share, and their requests to each other.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use super::ring::Ring;
 use super::settings::Settings;
 use crate::os::ticks::Ticks;
 
-/// More than a proxy thread has sends that wait for their peers.
+/// More than the sends of a proxy thread that wait for their peers.
 pub(super) const PEER_WAITS: usize = 256;
 
 /// What was dropped for want of room, by kind of start, then states and stops.
@@ -47,8 +47,8 @@ impl Drops {
 pub(super) struct Profiler {
     pub(super) stamp: Stamp,
     pub(super) settings: Settings,
-    /// NCCL tells of proxy steps only because it is asked for what lies below them, and what that is counted by are the
-    /// operations above: nothing is recorded of steps.
+    /// NCCL reports proxy steps only because we ask for the events below them. Those are counted by the operations
+    /// above, so steps are not recorded.
     pub(super) skips_steps: bool,
     pub(super) ring: Ring,
     pub(super) drops: Drops,
@@ -84,13 +84,13 @@ impl Profiler {
         }
     }
 
-    /// What happens to communicators, not yet taken by the writer.
+    /// Begins and ends of communicators that the writer has not yet taken.
     pub(super) fn notices(&self) -> MutexGuard<'_, Vec<Notice>> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What happens to communicators, told by user threads.
+/// A communicator's begin or end, reported by a user thread.
 #[derive(Debug)]
 pub(super) enum Notice {
     /// One begins.
@@ -109,10 +109,10 @@ pub(super) enum Notice {
     },
 }
 
-/// What others want of the writer.
+/// A request to the writer.
 #[derive(Debug)]
 pub(super) enum Request {
-    /// A communicator was made: look.
+    /// A communicator was made: poll the ring.
     Wake,
     /// The tables, now.
     Summary(Sender<String>),

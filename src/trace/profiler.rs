@@ -125,7 +125,7 @@ pub(crate) unsafe fn init(init: Init) -> u64 {
     profiler.live.fetch_add(1, Ordering::AcqRel);
     if Kind::NetPlugin.triggers() & profiler.settings.mask != 0 {
         net_event::announce(if profiler.chain.is_some() {
-            // A second profiler takes the moment of each call for that of the event.
+            // A second profiler takes the time of each call for that of its event.
             Reader::Hasty
         } else if profiler.settings.trace {
             Reader::Patient
@@ -169,8 +169,9 @@ pub(crate) fn start(context: u64, start: &Start) -> u64 {
     event
 }
 
-/// Parts of a transfer that have ended, told of in one call: an event each. Returns a handle that stands for all, 0 when they
-/// are declined. Only a profiler that has no second one behind it is told of several in one call ([`Reader::Patient`] and up).
+/// Parts of a transfer that have ended, reported in one call: an event each. Returns a handle that stands for all, 0
+/// when they are declined. Only a profiler without a second one behind it gets several in one call ([`Reader::Patient`]
+/// and up).
 pub(crate) fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
     let Some(profiler) = current() else { return 0 };
     if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
@@ -186,8 +187,8 @@ pub(crate) fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 
     events.fold(0, |first, event| if first == 0 { event } else { first })
 }
 
-/// A transfer has ended, at the time `ended` ([`Ticks::number`]), of which all there is to say is this sum. Returns whether it
-/// is recorded. Only a profiler that has no second one behind it is told sums ([`Reader::Sums`]).
+/// A transfer has ended at `ended` ([`Ticks::number`]), and this sum is all its data. Returns whether it is recorded.
+/// Only a profiler without a second one behind it gets sums ([`Reader::Sums`]).
 #[inline]
 pub(crate) fn sum(context: u64, parent: u64, rank: i32, sum: &NetSum, ended: u64) -> bool {
     let Some(profiler) = current() else { return false };
@@ -358,7 +359,7 @@ impl Profiler {
         self.ring.push(thread, room, make).map(drop)
     }
 
-    /// Everything that is in the ring goes to disk, unless the writer does nothing for as long as `patience`.
+    /// Writes all records in the ring to disk. Gives up when the writer makes no progress for `patience`.
     fn finish(&self, patience: Duration) {
         let began = Instant::now();
         let mut seen = self.progress.load(Ordering::Relaxed);
@@ -383,7 +384,7 @@ fn make(init: &Init) -> Option<&'static Profiler> {
     let mine = u64::from(fork::generation()) + 1;
     loop {
         let maker = MAKING.load(Ordering::Acquire);
-        // A maker of another generation was a thread of the parent, which the child does not have.
+        // A maker of another generation was a thread of the parent, and no thread of this child.
         if maker != mine && MAKING.compare_exchange(maker, mine, Ordering::Acquire, Ordering::Relaxed).is_ok() {
             break;
         }
@@ -419,7 +420,7 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         stamp: Stamp::random(),
         ring: Ring::new(if settings.mask == 0 { 0 } else { settings.buffer }),
         drops: Drops::default(),
-        // A second profiler has the steps' handles from us.
+        // A second profiler gets the steps' handles from us.
         skips_steps: settings.skips_steps() && chain.is_none(),
         chain,
         mask: AtomicPtr::new(std::ptr::null_mut()),

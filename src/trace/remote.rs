@@ -8,9 +8,9 @@
 //!                                     ◀──  the status, encrypted, in records
 //! ```
 //!
-//! The handshake is the Noise protocol framework's `NNpsk0` with a key derived from the key file, as between NCCL's ranks. A client
-//! without the key gets nothing, and the process does no work for it: the connection is closed at its first message. A recorded
-//! offer may be sent again, but its sender cannot encrypt a request.
+//! The handshake is the Noise protocol framework's `NNpsk0` with a key derived from the key file, as between NCCL's
+//! ranks. A client without the key gets no answer and no work: the process closes the connection at its first message.
+//! A recorded offer may be sent again, but its sender cannot encrypt a request.
 //!
 //! A record is its length (2 bytes, big-endian) and its ciphertext; the first byte of its text is 1 when more follow, else 0.
 
@@ -56,7 +56,7 @@ fn refused(error: snow::Error) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, format!("the other side does not have this key ({error})"))
 }
 
-/// Serves one client that has connected: `answer` makes the status.
+/// Serves one client that has connected; `answer` makes the status.
 ///
 /// # Errors
 /// When the client does not have the key, or is too slow.
@@ -80,7 +80,7 @@ pub(in crate::trace) fn serve(client: &TcpStream, key: &SharedKey, answer: impl 
 /// Asks the process at the other end of `stream` for its status.
 ///
 /// # Errors
-/// When it has another key, or is not done within `patience`.
+/// When that process has another key, or takes longer than `patience`.
 pub(crate) fn ask(stream: &TcpStream, key: &SharedKey, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
     let mut stream = Limited::new(stream, patience);
     let mut state = builder(key)?.build_initiator().map_err(refused)?;

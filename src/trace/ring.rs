@@ -21,11 +21,11 @@ const AHEAD: u64 = 1 << 14;
 /// The same in a shard that no thread uses yet: 64 KiB.
 const AHEAD_OF_FIRST: u64 = 1 << 9;
 
-/// How far ahead a producer has the memory of a slot fetched: the writer had it last, and without this a record waits for it
-/// twice, once to see that the slot is free and once to fill it.
+/// How far ahead a producer prefetches a slot. The writer touched it last, so without this a record waits for its
+/// memory twice: to see that the slot is free, and to fill it.
 const FETCHED_AHEAD: u64 = 16;
 
-/// What a record may use of the ring.
+/// How much of the ring a record may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Room {
     /// The start of an event: refused when three quarters are full.
@@ -80,8 +80,8 @@ impl Ring {
         Some(place)
     }
 
-    /// Adds `count` records, one behind the other, that `make` builds for their places in turn; or none of them when there is
-    /// no room for all. Whether it has. Places cost one exchange with other producers instead of `count`.
+    /// Adds `count` records in a row, which `make` builds for their places in turn, or none when there is no room for
+    /// all. Returns whether it did. All places cost one exchange with other producers instead of `count`.
     #[inline]
     pub(crate) fn push_all(
         &self,
@@ -169,7 +169,7 @@ pub(crate) struct Drain {
 }
 
 impl Drain {
-    /// Has the kernel give memory to the slots that come next, so that producers do not wait for that in the first lap.
+    /// Makes the kernel give memory to the next slots, so that producers do not wait for it in the first lap.
     pub(crate) fn back(&mut self, ring: &Ring) {
         for (shard, backed) in ring.shards.iter().zip(&mut self.backed) {
             let used = shard.tail.0.load(Ordering::Relaxed);
@@ -181,9 +181,9 @@ impl Drain {
         }
     }
 
-    /// Gives everything that is there to `take`, with its shard and in the shard's order, and returns a time up to
-    /// which nothing can be missing that has a successor there: if a record caused another (a parent's start returned
-    /// before the child's began) and the later one is not after that time, both are there.
+    /// Passes all records to `take`, with their shard and in its order. Returns a time up to which no record is missing
+    /// that has a successor here: if a record caused another (a parent's start returned before the child's began) and
+    /// the later one is not after that time, both are there.
     ///
     /// `now` is the time before the call.
     pub(crate) fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {

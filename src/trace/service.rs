@@ -1,4 +1,5 @@
-//! Asked while the job runs: the control socket, the metrics' HTTP endpoint and the status over TCP, on a thread of their own.
+//! Answers questions while the job runs, on one thread: the control socket, the metrics' HTTP endpoint and the status
+//! over TCP.
 //!
 //! The control socket takes one word per connection, `status`, `summary`, `metrics` or `flush`, and answers with text:
 //! `echo summary | nc -U towline-host-pid.sock`. Each client has a thread of its own and a limited time
@@ -25,7 +26,7 @@ use crate::os::error::Error;
 use crate::os::fd::Registered;
 use crate::os::key_file::SharedKey;
 
-/// How long a client of the control socket may take to say what it wants.
+/// How long a client of the control socket may take to send its word.
 const CLIENT: Duration = Duration::from_secs(1);
 
 /// How long the writer may take to answer.
@@ -37,7 +38,7 @@ const SOCKETS: u32 = 64;
 /// The control socket that this process made: its path, and device and inode, since another process may put its own there.
 static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 
-/// Removes the control socket at the end of the process: no thread answers there any more.
+/// Removes the control socket at the end of the process, when no thread answers it any more.
 pub(super) fn leave() {
     let made = MADE.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some((path, file)) = made
@@ -60,7 +61,7 @@ pub(super) struct Service {
 }
 
 impl Service {
-    /// Opens what is asked for. What cannot be opened is said in the second part, the rest works.
+    /// Opens the configured sockets. The second part names those that cannot be opened; the others work.
     pub(super) fn open(
         control: Option<PathBuf>,
         (listen, remote, local_rank): (Option<SocketAddr>, Option<&Remote>, Option<u16>),

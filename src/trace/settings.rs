@@ -12,11 +12,11 @@ use super::live::place;
 use super::verdict::STUCK_NS;
 use crate::os::config::Config;
 
-/// Room for 16,384 records in each of the ring's sixteen shards: 50 ms of a thread that tells 300,000 a second.
+/// Room for 16,384 records in each of the ring's sixteen shards: 50 ms of a thread that reports 300,000 a second.
 const BUFFER_MIB: u32 = 32;
 
-/// The same where nothing but the status is kept: 8,192 records in each shard, of which only those of threads that tell
-/// something get memory.
+/// The same where only the status is kept: 8,192 records in each shard, and only shards that some thread uses get
+/// memory.
 const STATUS_BUFFER_MIB: u32 = 16;
 
 /// Some twenty million events, about what Perfetto's page can load.
@@ -69,8 +69,8 @@ pub(crate) struct Remote {
 }
 
 impl Settings {
-    /// What `config` asks for on this host and in this process, and what in it made no sense. None when there is nothing to
-    /// do. `local` gives, or makes, the user's directory for the states of this host.
+    /// The settings of `config` for this host and process, and its values that made no sense. None when there is
+    /// nothing to do. `local` finds, or makes, the user's directory for the states of this host.
     pub(crate) fn new(
         config: &Config,
         host: &str,
@@ -93,7 +93,7 @@ impl Settings {
             }
         }
         let ours = trace || summary || metrics;
-        // A second profiler is told of what it asks for itself, and of nothing that NCCL tells for the sake of the status.
+        // A second profiler gets the events that it asks for, and none that NCCL reports only for the status.
         let status = config.status.unwrap_or(chain.is_none() || config.state_dir.is_some());
         if !ours && !status && chain.is_none() {
             return (None, complaints);
@@ -149,7 +149,8 @@ impl Settings {
         self.trace || self.summary || self.metrics.is_some() || self.listen.is_some()
     }
 
-    /// Whether proxy steps are of no use: network events are asked for and they are not, and no trace shows one under the other.
+    /// Whether proxy steps are useless: network events are wanted and steps are not, and no trace shows one under the
+    /// other.
     pub(crate) fn skips_steps(&self) -> bool {
         let asked = |kind: Kind| self.mask & kind.bit() != 0;
         !self.trace && asked(Kind::NetPlugin) && !asked(Kind::ProxyStep)
@@ -160,8 +161,8 @@ fn words(text: &str) -> Vec<String> {
     text.split([',', ' ', '|']).filter(|word| !word.is_empty()).map(str::to_lowercase).collect()
 }
 
-/// Everything but ProxyCtrl for a trace (that one says little and is the most frequent); for figures alone, what they
-/// are made from.
+/// For a trace everything but ProxyCtrl, which is the most frequent event and shows little; for figures alone, the
+/// events that they are made from.
 fn default_mask(trace: bool) -> u32 {
     let all = Kind::ALL.into_iter().fold(0, |mask, kind| mask | kind.bit());
     let trace_only = Kind::GroupApi.bit() | Kind::Group.bit() | Kind::KernelLaunch.bit();
@@ -256,7 +257,7 @@ mod tests {
     fn for_the_status_alone_no_file_but_the_state_is_written() {
         let settings = of(&[STATUS]).0.unwrap();
         assert_eq!((settings.trace, settings.summary, settings.metrics), (false, false, None));
-        assert_eq!(of(&[]), of(&[STATUS]), "nobody has to ask for it");
+        assert_eq!(of(&[]), of(&[STATUS]), "the status is on by default");
         assert_eq!(settings.mask & (Kind::NetPlugin.bit() | Kind::KernelCh.bit()), 0, "what costs NCCL's threads most");
         assert_eq!(settings.control, Some(PathBuf::from("/local/towline-host-7.sock")));
         assert_eq!(settings.state, Some(PathBuf::from("/local/host-7.state")));

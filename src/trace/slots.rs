@@ -37,7 +37,7 @@ impl Slot {
     /// It was filled, the caller has seen that, and no other thread writes it at the same time.
     #[inline]
     pub(super) unsafe fn read(&self) -> Record {
-        // SAFETY: the caller vouches for it.
+        // SAFETY: the caller promises it.
         unsafe { (*self.record.get()).assume_init() }
     }
 }
@@ -76,13 +76,13 @@ impl Slots {
         unsafe { self.first.add(index).as_ref() }
     }
 
-    /// Has the processor fetch the memory of this slot, to be written soon. Only a hint.
+    /// Prefetches the memory of this slot for writing. Only a hint.
     #[inline]
     pub(super) fn fetch(&self, position: u64) {
         memory::fetch_to_write(self.at(position));
     }
 
-    /// Has the kernel give the memory of these slots now, so that no producer waits for it. Their contents stay.
+    /// Makes the kernel give the memory of these slots now, so that no producer waits for it. Their contents stay.
     pub(super) fn back(&self, slots: Range<u64>) {
         // SAFETY: only its size is used.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;

@@ -1,5 +1,5 @@
-//! The process's state in a file, renewed each second on a thread of its own: a file system that does not answer keeps nothing
-//! else waiting.
+//! The process's state in a file, renewed each second on a thread of its own: a file system that hangs delays no other
+//! thread.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use super::service::ask;
 /// How often the file is renewed.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// Files have room for multiples of so many bytes.
+/// File sizes are multiples of this.
 const BLOCK: usize = 4096;
 
 /// The file that this process keeps, once it is there, with the process's number, since a forked child has its
@@ -40,7 +40,7 @@ pub(super) fn keep(path: &Path, requests: &Sender<Request>) {
 
 /// Renews the file, or removes it while there is nothing to say.
 fn renew(path: &Path, requests: &Sender<Request>) {
-    // Held by another when the process ends, and for ever in a child that was forked while its parent wrote.
+    // Another thread may hold it when the process ends; in a child that was forked while its parent wrote, for ever.
     let Ok(mut kept) = STATE.try_lock() else { return };
     if LEFT.load(Ordering::Acquire) {
         return;

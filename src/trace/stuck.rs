@@ -1,5 +1,5 @@
-//! Warns once of each call that does not end: with the sentence of `towline why` where the states of the job's processes lie in a
-//! directory, else with what this process knows.
+//! Warns once of each call that does not end: with the sentence of `towline why` where the states of the job's
+//! processes lie in a directory, else with this process's own knowledge.
 //!
 //! The states are read on a thread of their own, since a file system may not answer; it has [`PATIENCE`], and the writer does
 //! not wait for it.
@@ -21,13 +21,13 @@ use super::verdict::{Call, Finding, Job, Key, Route, Told, Whereabouts};
 /// How long the states of all processes may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Of a large job about so many processes read the states of all: the others' logs have what their processes know.
+/// In a large job about this many processes read the states of all; the others log only their own knowledge.
 const READERS: usize = 32;
 
-/// Calls that the user was told of are remembered up to this number.
+/// The most reported calls that are remembered.
 const TOLD: usize = 10_000;
 
-/// What this process knows of a call that does not end.
+/// This process's knowledge of a call that does not end.
 struct Stuck {
     comm: u64,
     sentence: String,
@@ -40,7 +40,7 @@ struct Look {
     until: Instant,
 }
 
-/// What there is to know of this process.
+/// This process's data.
 pub(super) struct Own<'a> {
     /// Where it is.
     pub place: &'a Whereabouts,
@@ -52,7 +52,7 @@ pub(super) struct Own<'a> {
     pub after: Duration,
 }
 
-/// Which calls the user was told of.
+/// Calls that were reported.
 #[derive(Default)]
 pub(super) struct Watch {
     told: HashSet<(u64, Key)>,
@@ -60,7 +60,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Looks for calls that are open for too long, and tells what is found out about those of before.
+    /// Finds calls that are open for too long, and reports the results about earlier ones.
     pub(super) fn look(&mut self, tracker: &Tracker, own: &Own<'_>) {
         if let Some(look) = self.look.take() {
             self.look = look.tell();
@@ -73,12 +73,12 @@ impl Watch {
         let (sender, answer) = mpsc::channel();
         let states = own.states.map(Path::to_owned);
         let read = move || drop(sender.send(states.map(|dir| look_at_all(&dir, rank)).unwrap_or_default()));
-        // Without a thread there is no answer, and what this process knows is told.
+        // Without a thread there is no answer, so this process reports its own knowledge.
         let _ = crate::os::thread::spawn("towline-why", read);
         self.look = Look { stuck, answer, until: Instant::now() + PATIENCE }.tell();
     }
 
-    /// Calls of which the user was not told, and this process's rank.
+    /// Calls that were not reported yet, and this process's rank.
     fn stuck(&mut self, tracker: &Tracker, own: &Own<'_>) -> (Vec<Stuck>, usize) {
         let (now, after) = (clock::now(), own.after.as_nanos() as u64);
         let is_stuck = |call: &Call| call.open && now.saturating_sub(call.entered) >= after;
@@ -119,7 +119,7 @@ impl Watch {
 }
 
 impl Look {
-    /// Tells what there is to tell; gives itself back when there is nothing yet.
+    /// Reports the result; returns itself when there is none yet.
     fn tell(self) -> Option<Self> {
         let findings = match self.answer.try_recv() {
             Ok(findings) => findings,
@@ -138,7 +138,7 @@ impl Look {
     }
 }
 
-/// What all processes together say; nothing where this one leaves it to others.
+/// The verdict from all processes' states; None where this process leaves that to others.
 fn look_at_all(dir: &Path, rank: usize) -> Vec<Finding> {
     let Ok(states) = place::read_all(dir) else { return Vec::new() };
     if !rank.is_multiple_of(states.len() / READERS + 1) {

@@ -1,4 +1,4 @@
-//! What a process is doing: its last calls and its open operations, from the records of the profiler.
+//! A process's last calls and open operations, from the records of the profiler.
 //!
 //! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
 //! stopped and its last operation has ended: NCCL's own stop says only that it is enqueued.
@@ -11,7 +11,7 @@ use super::event::{Body, CommInfo, Record, state};
 use super::hash::QuickMap;
 use super::verdict::{Arguments, Call, Exchanged, Key, On, RECV, SEND, Wait};
 
-/// Operations, and steps, that are followed at once; beyond, something loses its stops.
+/// Operations, and steps, that are followed at once; beyond this number their stops were lost.
 const OPEN: usize = 1 << 16;
 
 /// How long communicators that have ended are remembered: others may still wait in them.
@@ -36,7 +36,7 @@ struct Last {
 }
 
 impl Last {
-    /// Adds a call. Returns its number, and the event of the one that is forgotten for it.
+    /// Adds a call. Returns its number, and the event of the call that was forgotten for it.
     fn enter(&mut self, id: u64, call: Call, kept: usize) -> (u64, Option<u64>) {
         let number = self.made;
         self.calls.insert(number, Followed { id, call, stopped: false, children: 0 });
@@ -133,7 +133,7 @@ impl Tracker {
         }
     }
 
-    /// A communicator begins, or more is known of it.
+    /// A communicator begins, or more of its data arrives.
     pub(crate) fn comm(&mut self, info: &CommInfo) {
         self.comms.entry(info.context).or_default().info = info.clone();
     }
@@ -339,7 +339,7 @@ mod tests {
         }
         assert_eq!(seen(&tracker), [(0, true), (6, false), (7, false)]);
         assert_eq!(tracker.calls.len(), 3);
-        // With nothing complete the oldest goes.
+        // If no call is complete, the oldest goes.
         for seq in 8..12 {
             tracker.apply(&of(seq, 100 + seq, 0, coll(seq)));
         }

@@ -37,10 +37,10 @@ use super::summary::{self, Summary};
 use super::tracker::Tracker;
 use super::verdict::Whereabouts;
 
-/// Between two looks into the ring.
+/// Between two polls of the ring.
 const ROUND: Duration = Duration::from_millis(4);
 
-/// What was traced is in the file after so long, whatever happens to the process.
+/// Traced events are in the file after this time, whatever happens to the process.
 const FLUSH: Duration = Duration::from_millis(100);
 
 /// Or after so many bytes.
@@ -60,7 +60,7 @@ struct Status {
     gaps: [Option<u64>; 3],
     /// As in the state.
     stamp: u64,
-    /// When to look next for calls that are stuck.
+    /// When to check next for stuck calls.
     update_due: Instant,
     watch: Watch,
 }
@@ -81,7 +81,7 @@ impl Status {
     }
 }
 
-/// Between two looks for calls that are stuck.
+/// Between two checks for stuck calls.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// The writer's state.
@@ -113,7 +113,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// The writer of `profiler`. Opens its outputs; what cannot be opened is said and left out.
+    /// The writer of `profiler`. Opens its outputs; reports those that cannot be opened, and goes on without them.
     pub(super) fn new(profiler: &'static Profiler, inbox: Receiver<Request>, requests: Sender<Request>) -> Self {
         let settings = &profiler.settings;
         let stem = format!("towline-{}-{}", host(), std::process::id());
@@ -148,18 +148,18 @@ impl Writer {
         let labels = Labels::of_process(&pid);
         let listen = (settings.listen, settings.remote.as_ref(), labels.local_rank);
         let (service, complaints) = Service::open(settings.control.clone(), listen, requests.clone());
-        // The user did not ask for what serves the status alone, unless over TCP.
+        // The user did not ask for sockets that serve the status alone, unless over TCP.
         let level = if settings.is_asked_for() || settings.remote.is_some() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
         if let Some(service) = service
             && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())
         {
-            say(Level::Warn, &format!("nobody serves the control socket: {error}"));
+            say(Level::Warn, &format!("no thread serves the control socket: {error}"));
         }
         if let Some(path) = settings.state.clone()
             && let Err(error) = crate::os::thread::spawn("towline-state", move || state_file::keep(&path, &requests))
         {
-            say(level, &format!("nobody keeps the state file: {error}"));
+            say(level, &format!("no thread keeps the state file: {error}"));
         }
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();
@@ -232,7 +232,7 @@ impl Writer {
         }
     }
 
-    /// One look into the ring, and whatever is due.
+    /// Polls the ring once, and does everything that is due.
     fn round(&mut self) {
         self.drain.back(&self.profiler.ring);
         let now = self.timeline.update();
@@ -359,7 +359,7 @@ impl Writer {
         }
     }
 
-    /// Up to v3 only the descriptors of collectives tell which communicator it is.
+    /// Up to v3 only the descriptors of collectives name the communicator.
     fn learn(&mut self, record: &Record) -> Option<CommInfo> {
         let (id, name) = match record.body {
             Body::Coll(coll) => (coll.comm_id, coll.comm_name),
@@ -373,8 +373,8 @@ impl Writer {
         Some(CommInfo { id, name: name.text().to_owned(), rank: record.rank, ..known.clone() })
     }
 
-    /// The first that is told of a connection: which interfaces it has, and which host is at its other end. Of one that is gone
-    /// by now it is not known. All connections are learned at once, as the next ones follow at once when a job begins.
+    /// At the first event of a connection, learns its interfaces and the host at its other end, unless it is gone by
+    /// now. All connections are learned at once, since a job's first events come from many.
     fn learn_links(&mut self, link: u64, send: bool, when: u64) {
         for connection in (self.profiler.connections)() {
             let (link, send) = (connection.number, connection.send);
@@ -481,7 +481,7 @@ impl Writer {
         }
     }
 
-    /// Everything that NCCL has told goes out.
+    /// Writes out all events that NCCL has reported.
     fn finish(&mut self) {
         // The records of calls that returned before this one are in the ring already. A second round takes what a
         // producer was writing during the first.
@@ -506,7 +506,7 @@ impl Writer {
             }
         }
         let drops = &self.profiler.drops;
-        // Where the user did not ask for figures, `towline why` says it.
+        // Where the user did not ask for figures, `towline why` reports it.
         if drops.total() > 0 && self.profiler.settings.is_asked_for() {
             say(
                 Level::Warn,
@@ -540,7 +540,7 @@ impl Writer {
 }
 
 impl Status {
-    /// So many events have found no room by now.
+    /// The number of events that have found no room by now.
     fn note_drops(&mut self, drops: [u64; 3]) {
         for ((now, before), gap) in drops.into_iter().zip(&mut self.drops).zip(&mut self.gaps) {
             if std::mem::replace(before, now) != now {

@@ -28,7 +28,7 @@ pub(super) struct Facts {
     /// `NCCL_NET_PLUGIN` and `NCCL_NET`.
     plugin: Option<String>,
     net: Option<String>,
-    /// What the loader makes of each name that NCCL might give to it.
+    /// The loader's result for each name that NCCL might give to it.
     opened: BTreeMap<String, Opened>,
     /// Files of such a name on `LD_LIBRARY_PATH` that do not open, and the loader's errors.
     #[serde(skip)]
@@ -105,7 +105,7 @@ fn entries_of(minor: u32, value: Option<&str>) -> Vec<Vec<String>> {
     }
 }
 
-/// What comes of a list of names.
+/// The plugin that NCCL takes from a list of names.
 #[derive(Debug, PartialEq)]
 enum Pick<'a> {
     Ours(&'a Opened),
@@ -135,7 +135,7 @@ pub(super) fn judge(facts: &Facts, plugin: &plugin::Facts, variables: &Variables
         let what = format!("NCCL_NET_PLUGIN={} keeps NCCL from opening any plugin", value.unwrap_or_default());
         return findings.push(Finding::problem(Cause::PluginsOff, what, unset(variables, "NCCL_NET_PLUGIN")));
     }
-    // Without a plugin that opens there is nothing to be found.
+    // No plugin opened, so there is nothing more to judge.
     if plugin.name.is_empty() {
         return;
     }
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(of(23, Some("a,b")), ["a,b libnccl-net-a,b.so"]);
         assert_eq!(of(28, Some("a,/b")), ["a libnccl-net-a.so", "/b"]);
         assert_eq!(of(28, Some("libx.so")), ["libx.so"]);
-        // An empty value is no value, until it is an empty list.
+        // An empty value counts as unset before 2.27, and as an empty list from then on.
         assert_eq!(of(26, Some("")), ["libnccl-net.so"]);
         assert_eq!(of(28, Some("")), [""; 0]);
         assert_eq!(of(28, Some("NONE")), [""; 0]);

@@ -26,7 +26,7 @@ pub(super) fn judge(variables: &Variables, findings: &mut Vec<Finding>) {
         }
     }
     for (name, value) in variables.own().iter().filter(|(name, _)| name.starts_with("NCCL_")) {
-        // These have findings of their own where they do harm.
+        // Other checks report these where they do harm.
         let is_told = name == "NCCL_NET" || findings.iter().any(|finding| finding.fix.contains(&format!("{name}=")));
         let clean = cleaned(name, value);
         if clean != *value && !is_told {

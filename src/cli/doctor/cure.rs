@@ -18,7 +18,7 @@ pub(super) fn export(name: &str, value: impl AsRef<str>) -> String {
     format!("export {name}={}", quoted(value))
 }
 
-/// Takes a variable away, from where it is set.
+/// Unsets a variable, in the shell or in the file that sets it.
 pub(super) fn unset(variables: &Variables, name: &str) -> String {
     match variables.file_of(name) {
         Some(file) => format!("sed -i '/^{name}=/d' {}", quoted(file.to_string_lossy())),

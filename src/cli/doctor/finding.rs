@@ -18,9 +18,9 @@ pub(super) struct Finding {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Severity {
-    /// It will not work, or not as wanted.
+    /// Towline will not work, or not as configured.
     Problem,
-    /// It works, and could do better or surprise.
+    /// Towline works, but could be faster or surprise the user.
     Advice,
 }
 

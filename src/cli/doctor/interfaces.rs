@@ -95,12 +95,12 @@ pub(super) fn gather(config: &Config, variables: &Variables, findings: &mut Vec<
     facts
 }
 
-/// The call wants a descriptor.
+/// The list could not be read, mostly for lack of a descriptor.
 fn list_fails(error: &Error) -> Finding {
     Finding::problem(Cause::InterfaceListFails, error.what(), "ulimit -n 65536")
 }
 
-/// The rails that are down, or that there is nothing else.
+/// A finding when rails are down.
 fn waited_for(rails: &[interfaces::Interface]) -> Vec<Finding> {
     let fix = |one: &interfaces::Interface| format!("ip link set {} up  # and check the cable", one.kernel_name());
     let (running, down): (Vec<_>, Vec<_>) = rails.iter().partition(|one| one.running);
@@ -189,7 +189,7 @@ fn nothing(
     Finding::problem(Cause::InterfaceMissing, what, fix)
 }
 
-/// What a list that names nothing may have meant, the likeliest first.
+/// The interfaces that a list without a match may have meant, the likeliest first.
 fn corrections(names: &str, all: &[interfaces::Interface]) -> Vec<String> {
     let is_noise = |c: char| c.is_whitespace() || c == '"' || c == '\'';
     let entries = names.split([',', ';', ' ']).map(|entry| entry.trim_matches(is_noise)).filter(|it| !it.is_empty());

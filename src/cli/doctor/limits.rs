@@ -1,4 +1,4 @@
-//! Limits of the process and of the kernel's TCP that decide how fast and how large it can get.
+//! Limits of the process and of the kernel's TCP that bound Towline's speed and its number of connections.
 
 use std::fs;
 
@@ -26,7 +26,7 @@ pub(super) struct Facts {
     pub(super) congestion_control: Option<String>,
     pub(super) congestion_controls: Vec<String>,
     pub(super) cores: usize,
-    /// Those of them that a process started in this environment takes for its own.
+    /// The cores that a process started in this environment counts as its own.
     pub(super) own_cores: usize,
 }
 
@@ -119,7 +119,7 @@ mod tests {
         findings.into_iter().map(|finding| finding.fix).collect()
     }
 
-    /// Neither can be made in a test: an RDMA device, and a kernel that is short of a module.
+    /// No test can make an RDMA device, or a kernel that lacks a module.
     #[test]
     fn causes_that_need_another_kernel_have_their_names() {
         let locked = Limit { soft: Some(65536), hard: None };

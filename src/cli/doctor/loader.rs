@@ -24,7 +24,7 @@ pub(crate) struct Opens {
     name: String,
 }
 
-/// What the loader makes of a name.
+/// The loader's result for a name.
 #[derive(Serialize, Deserialize, Debug, Default, Clone, PartialEq)]
 pub(super) struct Opened {
     /// The file behind it.

@@ -25,7 +25,7 @@ pub(super) struct Facts {
     failure: Option<Failure>,
 }
 
-/// How far it came.
+/// The step at which the plugin failed.
 enum Failure {
     Opening {
         file: file::Facts,
@@ -84,14 +84,14 @@ fn open(choice: &PluginChoice, facts: &mut Facts) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The file that the loader took for a name, which its complaint begins with.
+/// The file that the loader took for a name: its error begins with it.
 fn taken(name: &Path, error: &Error) -> PathBuf {
     let said = error.what().split_once("cannot be opened: ").map_or("", |(_, said)| said);
     let path = said.split(": ").next().unwrap_or_default();
     if path.starts_with('/') && !name.is_absolute() { PathBuf::from(path) } else { name.to_owned() }
 }
 
-/// Cuts a warning of ours into what happened and what to try.
+/// Splits one of our warnings into what happened and what to try.
 fn starting(said: &str) -> Failure {
     let said = said.trim_start_matches("NET/Towline: ").trim_start_matches("init: ");
     let (what, hint) = said.rsplit_once("; ").unwrap_or((said, "NCCL_DEBUG=INFO towline doctor"));
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(findings[0].cause, Cause::PluginDoesNotStart);
         assert_eq!(findings[0].what, "the plugin does not start: this happened");
         assert_eq!(findings[0].fix, "try that");
-        // Where another check has found the reason, that is the one finding.
+        // Where another check has found the reason, its finding is enough.
         findings = vec![Finding::problem(Cause::NoInterface, "no interface", "one")];
         judge(&facts, &mut findings);
         assert_eq!(findings.len(), 1);

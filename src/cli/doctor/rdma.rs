@@ -19,7 +19,7 @@ pub(super) struct Facts {
     pub(super) has_device_files: bool,
     /// Whether this build of Towline has its RDMA backend.
     pub(super) is_built_in: bool,
-    /// What in the configuration has this host run over TCP whatever ports there are.
+    /// The setting that makes this host use TCP, whatever ports it has.
     pub(super) ruled_out: Option<&'static str>,
     /// The ports that `NCCL_IB_*` choose, in NCCL's order.
     pub(super) chosen: Vec<Chosen>,

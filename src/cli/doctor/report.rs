@@ -176,7 +176,7 @@ fn settings(diagnosis: &Diagnosis, output: &mut Output) {
     }
 }
 
-/// What was found, and at the end the verdict: that is what stands above the shell's next prompt.
+/// The findings, and at the end the verdict, right above the shell's next prompt.
 fn findings(diagnosis: &Diagnosis, output: &mut Output) {
     output.line("");
     for finding in diagnosis.findings.iter().rev() {

@@ -64,7 +64,8 @@ pub(super) fn gather(
     Facts { files, set, others }
 }
 
-/// The variable that was probably meant, where a name is one slip of the finger away from it. NCCL says nothing then.
+/// The variable that was probably meant, where a name is one typing error away from it. NCCL ignores such a name
+/// silently.
 fn meant(name: &str) -> Option<&'static str> {
     let names = config::TABLE.iter().map(|variable| variable.name).chain(["NCCL_DEBUG", "NCCL_NET", "NCCL_NET_PLUGIN"]);
     names.filter(|other| other.starts_with("NCCL_") && *other != name).find(|other| config::is_slip(name, other))

@@ -27,7 +27,8 @@ const ANSWER: Duration = Duration::from_secs(6);
 /// Ports of a host that are asked: as many processes may have one.
 const PORTS: u16 = 64;
 
-/// After so many ports in a row without an answer a host has no more processes. More than one, since some may have ended.
+/// A host has no more processes after this many ports in a row without an answer: more than one, since some may have
+/// ended.
 const GAP: u16 = 8;
 
 /// How long all hosts together may take: one that cannot be reached, and then a stopped process, in each of two rounds.
@@ -64,7 +65,8 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
     Ok(found)
 }
 
-/// Asks the first port of each host, which shows whether it can be reached, and then so many at once of those that can.
+/// Asks the first port of each host, which shows whether the host can be reached, then several ports at once of each
+/// reachable host.
 fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
     let key = Arc::new(key);
     let mut count = 1;
@@ -86,8 +88,8 @@ fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
     }
 }
 
-/// All have answered, also those that did so while another was waited for: what each said counts as said now, or a call that had
-/// just begun would look as old as the wait was long.
+/// Some processes answered while others were still awaited. Each answer counts as given now: otherwise a call that had
+/// just begun would look as old as the wait.
 fn all_answered_at(processes: &mut [Process], now: u64) {
     for process in processes {
         process.shift += now.saturating_sub(process.heard) as i64;
@@ -161,7 +163,7 @@ impl Host {
         self.done = is_lost || (!is_first && self.found.len() == before);
     }
 
-    /// What the user should know: of each process that gave no status, or why there is none.
+    /// Notes for the user: each process that gave no status, or why there is none.
     fn notes(&self) -> Vec<String> {
         let is_told = |failure: &Failure| !matches!(failure, Failure::Refused);
         let told: Vec<_> = self.failures.iter().filter(|(_, failure)| is_told(failure)).collect();
@@ -180,19 +182,19 @@ impl Host {
 /// Why there is no status from a port.
 #[derive(Debug)]
 enum Failure {
-    /// The host's name leads nowhere.
+    /// The host's name does not resolve.
     NoAddress(io::Error),
     /// No port of the host would be reached.
     Unreachable(io::Error),
     /// Nothing listens there.
     Refused,
-    /// The time of all was over.
+    /// The time for all hosts was over.
     NoTime,
-    /// It did not take our key.
+    /// The process rejected our key.
     OtherKey(io::Error),
-    /// It listens and says nothing.
+    /// The process accepts connections and sends nothing.
     Silent,
-    /// It said something that is no status.
+    /// Its answer is no status.
     Unreadable(io::Error),
 }
 

@@ -145,7 +145,8 @@ impl Leader {
             let samples = Samples::new(wrong, messages, turns);
             *row.of(way) = Some(samples);
         }
-        // As many of both: what the first messages and the last acknowledgement take is shared by as many.
+        // The same number of messages both ways, so that the first messages and the last acknowledgement weigh the
+        // same.
         let most = [&row.plugin, &row.raw_tcp].into_iter().flatten().map(|samples| samples.messages).max();
         for samples in [&mut row.plugin, &mut row.raw_tcp].into_iter().flatten() {
             samples.messages = most.unwrap_or(samples.messages);
@@ -240,7 +241,7 @@ impl Leader {
         }
     }
 
-    /// When the follower died, that is what went wrong.
+    /// When the follower has died, its death replaces `error`.
     fn explain(&mut self, error: Error) -> Error {
         // Its socket closes a little before it can be reaped.
         let patience = Duration::from_secs(if self.channel.is_closed() { 5 } else { 0 });

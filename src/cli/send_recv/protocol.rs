@@ -26,7 +26,7 @@ pub(super) enum Order {
     Stream { way: Way, job: Job, verify: bool },
     /// Take part in a ping-pong; answered `Ready` before.
     PingPong { way: Way, job: Job },
-    /// It was all.
+    /// The run is over.
     Quit,
 }
 
@@ -45,6 +45,6 @@ pub(super) enum Answer {
     Checked { wrong: usize },
     /// To `Quit`, when everything is closed.
     Closed,
-    /// To anything: it cannot go on.
+    /// To any order: the follower cannot go on.
     Failed { error: String },
 }

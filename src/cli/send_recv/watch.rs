@@ -7,8 +7,8 @@ use crate::os::error::{Error, Result};
 use super::super::channel::Channel;
 use super::protocol::Answer;
 
-/// For so many rounds it waits without giving way: a system call in each would lengthen what is measured by half of its
-/// own time. A message between two processors takes fewer rounds than that.
+/// Rounds of waiting before the first yield: a system call in each round would lengthen the measured latency by half
+/// its own time. A message between two processors takes fewer rounds.
 const SPIN: u32 = 64;
 
 /// Polled when nothing can be done.
@@ -50,8 +50,8 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Fails when the other side has failed or went away, or when patience is over. Anything else that it says is for later:
-    /// it may be done a little earlier, since the sender waits for the receiver's acknowledgement and not the other way round.
+    /// Fails when the other side has failed or gone away, or when patience is over. Any other message is left for
+    /// later: the receiver may be done a little earlier, since only the sender waits for an acknowledgement.
     pub(super) fn check(&mut self) -> Result<()> {
         if !self.is_ahead && self.channel.has_news() {
             if let Some(Answer::Failed { error }) = self.channel.peek()? {

@@ -1,7 +1,7 @@
 //! `towline trace check`: whether the network events account for every byte that NCCL's steps moved.
 //!
-//! What each step moved is told by NCCL, what went over the network by the transport: two independent sources. A file
-//! in which events were dropped proves nothing and fails too.
+//! NCCL reports what each step moved, the transport what went over the network: two independent sources. A file in
+//! which events were dropped proves nothing and fails too.
 
 use std::collections::HashMap;
 
@@ -42,7 +42,7 @@ pub(super) fn run(args: &Check, output: &mut Output) -> Result<(String, Verdict)
     Ok((text, Verdict::Problems))
 }
 
-/// Faults that are printed.
+/// The most faults that are printed.
 const SHOWN: usize = 10;
 
 #[derive(Default)]
@@ -77,7 +77,7 @@ impl Ledger {
         let mut ledger = Self { dropped: process.dropped, ..Self::default() };
         for record in &process.records {
             match record.body {
-                // Of such a step only a part is here.
+                // Only a part of such a step is in the file.
                 Body::ProxyStep { .. } if process.halves.contains(&record.id) => {}
                 Body::ProxyStep { .. } => drop(ledger.steps.insert(record.id, Step::default())),
                 // Other states repeat the size of the step before.

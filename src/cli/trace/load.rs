@@ -21,7 +21,7 @@ pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|error| Error::system(format!("reading {}", path.display()), &error))
 }
 
-/// Says how far a command has come with its files.
+/// Reports a command's progress through its files.
 pub(super) struct Share<'a> {
     output: &'a mut Output,
     doing: &'static str,

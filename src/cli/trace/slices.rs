@@ -1,15 +1,15 @@
-//! A run in slices of time. What stands out in one of them may be chance: another program, a hiccup of the network. What holds a
-//! job back does so in all.
+//! A run in slices of time. A rank that stands out in one of them may do so by chance: another program, a moment of bad
+//! network. A rank that holds a job back does so in all.
 
 use std::collections::BTreeMap;
 
 use crate::trace::rail::Rail;
 use crate::trace::summary::{PeerStat, Summary, WireStat};
 
-/// So many, of equal length.
+/// The number of slices, which are of equal length.
 pub(super) const SLICES: usize = 4;
 
-/// What stands out must do so in each slice in which the communicator has traffic, and in so many at least.
+/// A finding must show in each slice in which the communicator has traffic, and in at least this many.
 const IN_SLICES: usize = 3;
 
 /// Sums over a time: of one process by communicator's context, or of a communicator by rank.

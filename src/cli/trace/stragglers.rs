@@ -1,9 +1,10 @@
 //! What holds the others back: a rank that comes late, a GPU that is slow, a rail or a pair of hosts that is slower than
 //! its like, a receiver that is not ready. Each finding comes with the figures that it rests on.
 //!
-//! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be clear
-//! (half as slow again as the middle one, or far more where there is only one to compare with), be worth something of the
-//! whole, and last: it is there in all slices of the run (of a late rank, in all but one), so that chance is not told.
+//! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be
+//! clear (half as slow again as the middle one, or far more where there is only one to compare with), be worth
+//! something of the whole, and last: it is there in all slices of the run (of a late rank, in all but one), so that
+//! chance is not reported.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -16,30 +17,30 @@ use crate::trace::summary::{PeerStat, Summary, bytes, time};
 
 use super::slices::{Figures, SLICES, Sliced};
 
-/// So much slower than the middle one is a finding, where there are several others.
+/// The ratio to the middle one that makes a finding, where there are several others.
 const CLEARLY: f64 = 1.5;
 
 /// The same where there is one other. Two ranks of a busy machine were seen to differ by 1.97.
 const CLEARLY_OF_TWO: f64 = 3.0;
 
-/// A late rank is so many times later than the last of the others.
+/// A late rank is this many times later than the last of the others.
 const LATER: u64 = 2;
 
 /// Fewer collectives than this are no evidence about a rank.
 const ENOUGH: usize = 12;
 
-/// Of fewer than this, a late rank must be the last of nearly all: a rank that waits for a processor stays late for several
-/// collectives, and one such wait is a large part of them.
+/// With fewer collectives than this, a late rank must be the last of nearly all: a rank that waits for a processor
+/// stays late for several, and one such wait is a large part of them.
 const ENOUGH_FOR_MOST: usize = 64;
 
 /// Waits below this are the scheduler's noise.
 const NOISE_NS: u64 = 20_000;
 
-/// The same about several ranks together, of which chance makes some the last for a while.
+/// The same for several ranks together: chance may make one of them the last for a while.
 const ENOUGH_FOR_SEVERAL: usize = 96;
 
-/// What chance makes a rank late, at least: where ranks share two processors the same one was seen to be the last of nearly
-/// all collectives, by 70 to 110 µs.
+/// Lateness up to this is always taken for chance: of ranks that share two processors, one was the last of nearly all
+/// collectives by 70 to 110 µs.
 const CHANCE_NS: u64 = 100_000;
 
 /// Lateness below this fraction of the time from one collective to the next delays no rank noticeably.
@@ -88,7 +89,7 @@ struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    /// How much later than the middle one the last of the ranks that `are` in question came.
+    /// How much later than the middle rank the last of the ranks came for which `are` holds.
     fn lateness(&self, are: impl Fn(i32) -> bool) -> u64 {
         let whens = self.arrivals.iter().filter(|&&(rank, _)| are(rank)).map(|&(_, when)| when);
         whens.max().unwrap_or(0).saturating_sub(self.middle)
@@ -198,7 +199,7 @@ impl Comm {
         often.sort_by_key(|&(rank, times)| (std::cmp::Reverse(times), rank));
         let late = |count: usize| {
             let late: Vec<i32> = often.iter().take(count).map(|&(rank, _)| rank).collect();
-            // Each of them has its turns.
+            // Each of them is the last at times.
             let least = often.get(count - 1).is_some_and(|&(_, times)| times * 3 * count >= meetings.len());
             least.then(|| lateness(&meetings, &late, ranks, bound)).flatten().map(|found| (late, found))
         };
@@ -305,21 +306,22 @@ impl Comm {
     }
 }
 
-/// How late the last of the ranks that `are` in question was at each collective, in ascending order.
+/// The lateness at each collective of the ranks for which `are` holds, in ascending order.
 fn sorted_lateness(meetings: &[Meeting<'_>], are: impl Fn(i32) -> bool) -> Vec<u64> {
     let mut all: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(&are)).collect();
     all.sort_unstable();
     all
 }
 
-/// At how many collectives one of the ranks `late` was the last, and how late it typically was, if that is no chance.
+/// At how many collectives one of the ranks `late` was the last, and its typical lateness; `None` when chance explains
+/// it.
 fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) -> Option<(usize, u64)> {
     let count = meetings.len();
     if count < if late.len() == 1 { ENOUGH } else { ENOUGH_FOR_SEVERAL } {
         return None;
     }
-    // Chance makes each rank the last of its share. Of the rest three in four must be theirs; of one rank all but one in ten,
-    // while there are few.
+    // Chance makes each rank the last of its share; of the other collectives these ranks must be the last of three in
+    // four. A single rank must be the last of nine in ten while there are few.
     let is_often = |times: usize, of: usize| match late.len() {
         1 if count < ENOUGH_FOR_MOST => times * 10 >= of * 9,
         1 => times * 4 >= of * 3,
@@ -329,9 +331,9 @@ fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) ->
     let own_times = |slice: &[Meeting<'_>]| slice.iter().filter(|meeting| late.contains(&meeting.last)).count();
     let lasting = slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
     let (times, typical) = (own_times(meetings), sorted_lateness(meetings, |rank| late.contains(&rank))[count / 2]);
-    // The effect of chance: how late the last of the others is at the worst quarter of all collectives, or a single other at the
-    // worst tenth. Counting only those at which one of them is the last of all would count the worst that happens to them beside a
-    // rank that is always late.
+    // The effect of chance: the others' lateness at the worst quarter of all collectives; of a single other rank, at
+    // the worst tenth. All collectives count: beside a rank that is always late, the others are the last of all only at
+    // their worst.
     let usual = if ranks - late.len() == 1 { count * 9 / 10 } else { count * 3 / 4 };
     // A rank that is late by much the same at every collective is not late by chance: two such ranks must not hide each other.
     let is_steady = |rank: i32| {

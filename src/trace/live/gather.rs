@@ -1,6 +1,6 @@
-//! From states to what the verdict is asked: which processes are there, and when each last reported.
+//! From states to the verdict's input: which processes exist, and when each last reported.
 //!
-//! Whether a process of another host has a heartbeat is seen by watching its file: the hosts' clocks are not compared.
+//! A process of another host has a heartbeat if its file changes while we watch: the hosts' clocks are not compared.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -55,7 +55,7 @@ impl Process {
 pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Vec<Process> {
     let boot = place::boot();
     let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
-    // By file: when its state was seen to change. Those that have ended are not waited for.
+    // By file, when its state was seen to change. Processes that have ended are not awaited.
     let mut seen: Vec<Option<u64>> = vec![None; there.len()];
     let until = clock::now() + SILENT_NS + MARGIN_NS;
     let awaited = |(file, seen): (&(PathBuf, State), &Option<u64>)| !file.1.exited && seen.is_none();
@@ -70,7 +70,7 @@ pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Vec<Process> {
             }
         }
     }
-    // Only now: they are judged by what they say at the end, not before others were waited for.
+    // Asked last, so that the verdict uses their newest state, not one from before the wait for others.
     let here: Vec<State> = here
         .into_iter()
         .map(|(path, state)| place::read(&path).ok().filter(|it| it.process() == state.process()).unwrap_or(state))
@@ -113,7 +113,7 @@ pub(crate) fn running(processes: &[Process], now: u64) -> BTreeSet<u64> {
     comms.filter(|comm| comm.ended.is_none()).map(|comm| comm.info().id).collect()
 }
 
-/// What the processes tell, of the communicators that are in use.
+/// The processes' reports about the communicators that are in use.
 pub(crate) fn job(processes: &[Process], now: u64) -> Job {
     let comms = running(processes, now);
     let mut job = Job::default();
@@ -157,7 +157,7 @@ mod tests {
     fn a_process_of_another_host_is_alive_while_its_file_changes() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, state: &State| std::fs::write(dir.path().join(name), state.text()).unwrap();
-        // Its clock and its wall clock say nothing that ours would understand.
+        // Its clocks cannot be compared with ours.
         write("a.state", &State { wall: 0, ..state(1, 7, 1) });
         write("b.state", &state(2, 7, 1));
         write("c.state", &State { exited: true, ..state(3, 7, 1) });

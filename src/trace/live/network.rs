@@ -1,4 +1,4 @@
-//! What a process tells of the network below it. The transport's part comes through a function that `abi` provides.
+//! A process's report about its network. The transport's part comes through a function that `abi` provides.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::trace::verdict::Route;
 
-/// Connections that are told of.
+/// The most connections that are reported.
 const TOLD: usize = 512;
 
 /// What an interface has carried.
@@ -51,7 +51,7 @@ impl Connection {
 /// The transport's connections; `moved` is not set.
 pub(crate) type Connections = fn() -> Vec<Connection>;
 
-/// The connections at one look after another.
+/// The connections from one poll to the next.
 #[derive(Debug, Default)]
 pub(in crate::trace) struct Network {
     moved: HashMap<(u64, bool), (u64, u64)>,

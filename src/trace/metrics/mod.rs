@@ -1,8 +1,8 @@
 //! The figures for Prometheus: its text format, in a file for node_exporter's textfile collector or over HTTP.
 //!
-//! Counters run since the process began; rates and shares are Prometheus's business. The number of series is bounded: communicators
-//! are counted together by their names, peers by their hosts, and what the wire carried by interface. The file is replaced by an
-//! atomic rename, so that a reader never sees half of it.
+//! Counters run since the process began; Prometheus computes rates and shares. The number of series is bounded:
+//! communicators are counted together by their names, peers by their hosts, and what the wire carried by interface. The
+//! file is replaced by an atomic rename, so that a reader never sees half of it.
 
 mod family;
 mod labels;
@@ -23,11 +23,11 @@ use super::summary::{CommStat, PeerStat, Summary, UNNAMED, WireStat};
 /// The family that shows whether the process runs.
 const UP: &str = "towline_process_up";
 
-/// What the figures are made from.
+/// The input of the figures.
 pub(crate) struct Figures<'a> {
     /// Which process this is.
     pub labels: &'a Labels,
-    /// What has been.
+    /// The counters.
     pub summary: &'a Summary,
     /// For how many seconds the oldest call of a group of communicators has been open; none when that is not known.
     pub oldest_open: Option<&'a BTreeMap<String, f64>>,

@@ -1,7 +1,7 @@
 //! A small server, and on it the HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` in readable form.
 //!
-//! Each client has a thread of its own, so that one that is slow keeps no other one waiting. It is our own code, as a server crate
-//! would open descriptors that a forked child keeps ([`crate::os::fd`]).
+//! Each client has a thread of its own, so that a slow client delays no other. It is our own code, because a server
+//! crate would open descriptors that a forked child keeps ([`crate::os::fd`]).
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -19,7 +19,7 @@ const CLIENT: Duration = Duration::from_secs(10);
 /// Clients that a listener serves at once; more are turned away.
 pub(in crate::trace) const CLIENTS: usize = 16;
 
-/// How long it may take to tell one client too many that it is; what it is told has room in its socket.
+/// How long it may take to turn a client away; the answer fits its socket.
 const TURNED_AWAY: Duration = Duration::from_millis(10);
 
 /// Longest request that is read.
@@ -31,7 +31,7 @@ const PORTS: u16 = 64;
 /// What a path of the URL gives; None when there is nothing.
 pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
-/// What is done for a client, on its own thread.
+/// Serves a client, on its own thread.
 pub(in crate::trace) type Handle<S> = Arc<dyn Fn(&S) + Send + Sync>;
 
 /// A client's connection.
@@ -54,7 +54,7 @@ impl Socket for UnixStream {
     }
 }
 
-/// The clients of a listener that are being served, and what one more gets.
+/// The clients of a listener that are being served, and the answer for one too many.
 #[derive(Debug)]
 pub(in crate::trace) struct Clients {
     served: Arc<AtomicUsize>,

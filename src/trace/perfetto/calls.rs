@@ -21,8 +21,9 @@ const EARLY_NS: u64 = 1_000_000_000;
 /// Arrows drawn from one call; more would not be readable, and a packet must fit into a page.
 const ARROWS: usize = 128;
 
-/// Calls that are kept after they were written: the proxy thread of a host with too few processors comes late, and what
-/// a CUDA graph replays belongs to a call of long ago. Their operations get its name, and its slice is not made longer.
+/// Calls that are kept after they were written: the proxy thread of a host with too few processors comes late, and
+/// operations that a CUDA graph replays belong to a call of long ago. Their operations get its name, and its slice is
+/// not made longer.
 const KEPT: usize = 4096;
 
 /// Calls that may be incomplete at once in a communicator; beyond that the oldest is taken for complete.

@@ -52,7 +52,7 @@ struct Open {
     amount: u64,
     /// What the sender's and the receiver's arrow have in common.
     flow: u64,
-    /// What is added at the end.
+    /// Values that are added at the end.
     last_words: Annotations,
 }
 
@@ -102,7 +102,7 @@ pub(super) const DROPS: &str = "events dropped";
 /// Between two heartbeats.
 pub(crate) const HEARTBEAT_NS: u64 = 1_000_000_000;
 
-/// Open events beyond this number are not taken: something loses its stops.
+/// Open events beyond this number are not taken: their stops were lost.
 const OPEN: usize = 1 << 18;
 
 impl Emitter {
@@ -132,7 +132,7 @@ impl Emitter {
         self.out.file()
     }
 
-    /// A communicator begins, or more is known of it.
+    /// A communicator begins, or more of its data arrives.
     pub(crate) fn comm(&mut self, info: &CommInfo, now: u64) {
         let track = match self.comms.get_mut(&info.context) {
             Some(comm) => {
@@ -156,7 +156,7 @@ impl Emitter {
         describe_link(link, send, names, &mut self.out, &self.tracks, now);
     }
 
-    /// A communicator ends: what is still open in it was aborted.
+    /// A communicator ends: its open events were aborted.
     pub(crate) fn comm_ends(&mut self, context: u64, now: u64) {
         let Some(comm) = self.comms.remove(&context) else { return };
         let mut left: Vec<(u64, u64)> =
@@ -204,7 +204,7 @@ impl Emitter {
         }
     }
 
-    /// Time has come to `now`: writes what is complete by then.
+    /// Writes everything that is complete at `now`.
     pub(crate) fn advance(&mut self, now: u64) {
         self.calls.advance(now, &mut self.out, &mut self.tracks);
         self.rails.advance(now, &mut self.out);
@@ -218,7 +218,7 @@ impl Emitter {
         self.note_cut(now);
     }
 
-    /// Goes on in a new file, which says again what is open and what the tracks are.
+    /// Continues in a new file, which repeats the open events and the tracks.
     fn turn(&mut self, now: u64) {
         let mut open: Vec<(u64, u64)> =
             self.open.iter().filter(|(_, open)| open.track != 0).map(|(&id, open)| (open.begin, id)).collect();
@@ -376,7 +376,7 @@ impl Emitter {
                 self.observe_gpu(record.id, when);
             }
             Body::KernelPhase { .. } => {
-                // Without its kernel there is no place for it.
+                // Without its kernel it has no track.
                 let Some(kernel) = self.open.get_mut(&record.parent) else { return };
                 kernel.children.push(record.id);
                 let comm = kernel.comm;

@@ -1,4 +1,4 @@
-//! What a person sees of an event when they click on it, and what the report reads back: a [`Body`] as named values.
+//! A [`Body`] as named values: shown to a user who clicks on an event, and read back by the report.
 //!
 //! [`fields`] and [`body`] are each other's inverse, so that a trace file holds all that a summary is made from.
 

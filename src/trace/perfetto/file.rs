@@ -26,8 +26,8 @@ const EARLIER: &str = "earlier";
 /// A part of a trace that would be shorter is not begun.
 const LEAST: u64 = 256 << 10;
 
-/// So much of the file's last page is free after each write, for the packet that marks its end: it then needs no further page of
-/// a disk that is full.
+/// Bytes that stay free in the file's last page for the packet that marks its end: on a full disk there is no further
+/// page for it.
 const LAST_ROOM: usize = 256;
 
 /// Field 1 (`Trace.packet`), length-delimited.
@@ -42,7 +42,7 @@ pub(crate) struct TraceFile {
     written: u64,
     /// Bytes that are in the file before it.
     earlier: u64,
-    /// The disk has less room than a new file needs that is to become as long as this one.
+    /// The disk has too little room for a new file as long as this one.
     scarce: bool,
     /// Bytes that are not yet.
     buffer: Vec<u8>,
@@ -54,7 +54,7 @@ pub(crate) struct TraceFile {
     full: bool,
     /// The trace may go on in a new file.
     may_turn: bool,
-    /// How often it has.
+    /// How often it has done so.
     turns: u64,
     /// The remaining room of the file: one packet that marks its end.
     last_words: LastWords,
@@ -96,7 +96,7 @@ impl TraceFile {
         self.may_turn && !self.full && (self.scarce || self.end() + LEAST / 4 > self.limit / 2)
     }
 
-    /// Goes on in a new file. What was written stays beside it as `….earlier.pftrace`, in place of the part before it: the
+    /// Continues in a new file. The old one stays beside it as `….earlier.pftrace`, in place of the part before it: the
     /// newest part of a trace is kept, of at least half the limit. Where that fails, the file goes on to its limit.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ impl TraceFile {
         Ok(())
     }
 
-    /// What was repeated at the beginning of the new file is in it. If that is most of its room, there is no further one.
+    /// The repeated events are in the new file. If they fill most of it, there will be no further file.
     pub(crate) fn turned(&mut self) {
         self.may_turn = self.end() < self.limit / 4;
     }
@@ -171,8 +171,8 @@ impl TraceFile {
         self.buffer.extend_from_slice(&self.packet);
     }
 
-    /// Whether the next packet is to say that the file ends: the file is full, and nothing has said so. That packet is
-    /// taken although the file is full, since a page is kept free for it below the limit.
+    /// Whether the next packet must mark the file's end: the file is full and not yet marked. That packet is taken all
+    /// the same, since a page is kept free for it below the limit.
     pub(crate) fn reserve_last_words(&mut self) -> bool {
         let now = self.full && self.last_words == LastWords::NotYet;
         if now {

@@ -1,4 +1,4 @@
-//! A trace file back into records: what `towline trace report` summarises and `towline trace merge` aligns.
+//! Turns a trace file back into records, which `towline trace report` summarises and `towline trace merge` aligns.
 //!
 //! Reads Towline's own files, merged ones too: the processes in one are told apart by their packet sequence. A file
 //! that was cut off is read up to the cut.
@@ -53,7 +53,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Adds the next file of the same process, if `next` is that. Gives it back otherwise.
+    /// Adds the next file of the same process; returns `next` if it is of another one.
     pub(crate) fn join(&mut self, next: Self) -> Option<Self> {
         if self.info.is_none() || self.track != next.track || self.turns + 1 != next.turns {
             return Some(next);
@@ -125,7 +125,7 @@ pub fn read(bytes: &[u8]) -> Contents {
     read_telling(bytes, |_| {})
 }
 
-/// The same, and tells after each packet how many bytes are done.
+/// The same, and reports after each packet how many bytes are done.
 pub(crate) fn read_telling(bytes: &[u8], mut tell: impl FnMut(usize)) -> Contents {
     let mut sequences: Vec<(u32, Reader)> = Vec::new();
     let mut packets = Packets::new(bytes);

@@ -15,8 +15,8 @@ const WINDOW_NS: u64 = 1_000_000;
 /// Bytes in flight are written at most this often, unless they fall to zero.
 const INTERVAL_NS: u64 = 20_000;
 
-/// What happens on a rail is told up to so much later (by a transport that waits until a transfer is over), and counted in its
-/// order all the same. What comes later still counts when it comes.
+/// An event on a rail may be reported this late (a transport may wait until a transfer is over) and is still counted in
+/// order. One that is later counts when it arrives.
 const LATEST_NS: u64 = 2_000_000;
 
 /// The most events that are known and not counted yet: a transport under full load reports half a million parts a
@@ -71,7 +71,7 @@ impl Rails {
         }
     }
 
-    /// Counts what happened up to `now`, as far as all of it is known, and writes windows that are over.
+    /// Counts events up to `now`, as far as all of them are known, and writes windows that are over.
     pub(super) fn advance(&mut self, now: u64, out: &mut Packets) {
         let known = now.saturating_sub(LATEST_NS);
         while self.waiting.peek().is_some_and(|Reverse(edge)| edge.when <= known) {

@@ -16,7 +16,7 @@ const OPEN: usize = 1 << 16;
 /// When ranks came to collectives; more are not kept.
 const ARRIVALS: usize = 4 << 20;
 
-/// What is put together in one line.
+/// Calls with these in common share one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct CallKey {
     /// AllReduce, Send, …

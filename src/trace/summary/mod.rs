@@ -3,7 +3,7 @@
 //! A [`Summary`] takes records in causal order, live in the writer's thread or read back from a trace, and keeps sums
 //! and histograms: its size depends on how many communicators, peers and rails there are, not on how long the job runs.
 //!
-//! Where a step's time went is told by NCCL's states and, on the wire, by the transport's own measurements:
+//! NCCL's states show where a step's time went and, for the wire, the transport's own measurements:
 //!
 //! * *GPU*: the sender waits for the GPU's data, the receiver for the GPU to take it;
 //! * *receiver not ready*: the sender has data and the other side has no buffer posted;
@@ -38,7 +38,7 @@ const OTHERS: &str = "others";
 /// The group of the communicators without a name, and of what belongs to none that is known.
 pub(crate) const UNNAMED: &str = "unnamed";
 
-/// Open events that are followed at once; beyond, something loses its stops.
+/// Open events that are followed at once; beyond this number their stops were lost.
 const OPEN: usize = 1 << 18;
 
 /// Steps with one peer in one direction.
@@ -157,7 +157,7 @@ pub(crate) struct Summary {
     pub gpus: BTreeSet<String>,
     /// Events that were dropped.
     pub dropped: u64,
-    /// What is known of the connections.
+    /// The known connections.
     pub links: Links,
     /// Bytes received from and sent to each of [`Links::hosts`], resent ones not counted.
     pub hosts: Vec<[u64; 2]>,
@@ -182,7 +182,7 @@ impl Summary {
         self.calls.arrivals()
     }
 
-    /// A communicator begins, or more is known of it.
+    /// A communicator begins, or more of its data arrives.
     pub(crate) fn comm(&mut self, info: &CommInfo) {
         let group = self.group(&info.name);
         if !info.gpu.is_empty() && !self.gpus.contains(&info.gpu) {
@@ -234,7 +234,7 @@ impl Summary {
         self.calls.advance(now, &mut self.comms);
     }
 
-    /// Nothing follows: what can be counted is counted.
+    /// No record follows: counts the remaining calls.
     pub(crate) fn finish(&mut self, now: u64) {
         let all: Vec<u64> = self.comms.keys().copied().collect();
         for context in all {

@@ -78,7 +78,7 @@ fn without_steps_an_operations_messages_follow_each_other() {
     assert_eq!(wires.keys().map(|&(peer, ..)| peer).collect::<Vec<_>>(), [1], "the operation's peer");
     let wire = wires.values().next().unwrap();
     assert_eq!((wire.bytes, wire.resent_bytes, wire.parts), (40, 10, 5));
-    assert!(summary.comms[&COMM].peers.is_empty(), "nobody has told how long steps waited");
+    assert!(summary.comms[&COMM].peers.is_empty(), "no step reported its wait");
 }
 
 #[test]

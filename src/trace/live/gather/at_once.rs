@@ -7,7 +7,7 @@ use std::time::Instant;
 /// Processes that are asked at the same time.
 const AT_ONCE: usize = 128;
 
-/// What each of `asked` answers until the deadline, in their order; None when it does not.
+/// The answers of `asked` until the deadline, in their order; None for a process that gives none.
 ///
 /// A thread that still waits for an answer then is left to its own time limit: a name server, or a socket whose process is
 /// stopped, may keep it for longer than the user is to wait.
@@ -36,7 +36,7 @@ where
                 }
             }
         };
-        // Where there is no room for one more, the others do its part.
+        // If no further thread can start, the others do its part.
         if crate::os::thread::spawn("towline-ask", work).is_err() {
             break;
         }
