@@ -35,10 +35,10 @@ impl Kind {
 
 const KIND_BITS: u32 = 3;
 const SLOT_BITS: u32 = 9;
-const INDEX_BITS: u32 = 20;
 
-/// How many places of a table a handle can distinguish: communicators open at one time in a process.
-pub(crate) const MAX_INDEX: usize = 1 << INDEX_BITS;
+/// How many places of a table a handle can distinguish: communicators open at one time in a process. With kind and slot
+/// the place fills the lower half of a handle.
+pub(crate) const MAX_INDEX: usize = 1 << (32 - SLOT_BITS - KIND_BITS);
 
 /// A decoded handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Handle {
     #[inline]
     pub(crate) fn encode(self) -> usize {
         debug_assert!(self.slot < 1 << SLOT_BITS && (self.index as usize) < MAX_INDEX);
-        let value = u64::from(self.generation) << (KIND_BITS + SLOT_BITS + INDEX_BITS)
+        let value = u64::from(self.generation) << 32
             | u64::from(self.index) << (KIND_BITS + SLOT_BITS)
             | u64::from(self.slot) << KIND_BITS
             | u64::from(self.kind as u8);
@@ -78,8 +78,8 @@ impl Handle {
         Ok(Self {
             kind: expected,
             slot: (value >> KIND_BITS & ((1 << SLOT_BITS) - 1)) as u16,
-            index: (value >> (KIND_BITS + SLOT_BITS) & ((1 << INDEX_BITS) - 1)) as u32,
-            generation: (value >> (KIND_BITS + SLOT_BITS + INDEX_BITS)) as u32,
+            index: (value >> (KIND_BITS + SLOT_BITS) & (MAX_INDEX as u64 - 1)) as u32,
+            generation: (value >> 32) as u32,
         })
     }
 

@@ -44,6 +44,7 @@ use crate::engine::events::Chunk;
 use crate::engine::request::{Keys, SLOTS, Ticket, too_long};
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
+use crate::session::silences::{CLOSE_PATIENCE, CLOSE_RECOVERY};
 
 /// Queue depth of a sending queue pair: a message takes one request on each of its queue pairs, two when its immediate is separate,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
@@ -62,13 +63,7 @@ const SIZE: u32 = 8;
 /// nothing waits for a part alone, since a group is received as a whole.
 const HELD_MAX: u64 = 16 << 10;
 
-/// How long a close waits for the receiver's device to acknowledge the last short messages.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
-
-/// The limit when a queue pair may be replaced meanwhile: shorter than `Silences` remembers.
-const CLOSE_RECOVERY: Duration = Duration::from_secs(20);
-
-/// How long it waits when earlier closes towards the peer process have used that up: another path may still deliver.
+/// How long a close waits when earlier closes towards the peer process have used that up: another path may still deliver.
 const CLOSE_LEAST: Duration = Duration::from_millis(20);
 
 /// The data from the peer's answer that sending needs.

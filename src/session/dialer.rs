@@ -35,6 +35,7 @@ use super::lifeline::{self, Answer};
 use super::link::{Sock, new_socket, tune};
 use super::net::Net;
 use super::shortage;
+use super::tries::TRY;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result};
 use crate::os::interfaces::Rail;
@@ -198,8 +199,7 @@ impl Dial {
             if let Some(result) = &state.result {
                 return result.clone();
             }
-            state =
-                self.settled.wait_timeout(state, Duration::from_millis(500)).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -251,7 +251,7 @@ impl Dial {
         }
         if state.bound {
             // Many round trips in a data centre, and short compared with NCCL's timeouts.
-            state.try_until = state.try_until.min(state.began + Duration::from_millis(500));
+            state.try_until = state.try_until.min(state.began + TRY / 4);
         }
         state.rail = rail;
         tune(&sock, &self.net.config, self.purpose.traffic_class(), true);
@@ -418,7 +418,7 @@ impl Dial {
             Ok(Some(Reached::Called)) => {
                 self.purpose.answered(state.began, state.pair, Answer::Accepted);
                 // After a call that was received the sender connects at once. If it does not, it is called again.
-                self.pause(&mut state, now + Duration::from_millis(500))
+                self.pause(&mut state, now + 5 * lifeline::CALL_AFTER)
             }
             Ok(Some(reached)) => {
                 self.finish(&mut state, Ok(()));

@@ -269,8 +269,8 @@ impl PeerInquiry {
         path.last = Some(answer);
         if answer != Answer::Refused {
             (path.refusals, path.counted) = (0, None);
-        } else if path.counted.is_none_or(|(_, last)| now - last >= Duration::from_millis(50)) {
-            // Those closer together count once: several streams may connect at the same time.
+        } else if path.counted.is_none_or(|(_, last)| now - last >= CALL_AFTER / 2) {
+            // Refusals within half the interval of calls count once: several streams may connect at the same time.
             let since = path.counted.map_or(now, |(since, _)| since);
             (path.refusals, path.counted) = (path.refusals + 1, Some((since, now)));
         }

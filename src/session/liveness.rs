@@ -165,7 +165,7 @@ impl LivenessMonitor {
     /// streams. Streams that end later have another reason.
     pub(crate) fn is_long_away(&self, now: Instant) -> bool {
         // By then the kernel has ended all streams of a dying process, and this side has noticed.
-        self.away_since.is_some_and(|since| now - since > Duration::from_millis(150))
+        self.away_since.is_some_and(|since| now - since > SOON * 3 / 2)
     }
 
     /// Checks the stream once.
@@ -178,7 +178,7 @@ impl LivenessMonitor {
         let answering = sample.answering();
         // A stream that was idle was already silent before the first probe, so the control thread must also have seen it
         // unanswered.
-        let unanswered = now - since >= Duration::from_millis(1600) + answering;
+        let unanswered = now - since >= 4 * TICK + answering;
         if sample.probes >= 2 && sample.silent >= SILENCE + answering && unanswered {
             return Finding::Lost(sample.silent);
         }

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::frame::MAX_STREAMS;
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_FAR, FEATURE_RECOVERY};
+use super::lifeline::CALL_AFTER;
 use super::link::{Link, Sock};
 use super::liveness;
 use super::opening::Door;
 use super::outlet::Outlets;
 use super::owner::{ConnectingSide, ListeningSide};
-use super::ports::{Listener, Ports};
+use super::ports::{AT_ONCE, Listener, Ports};
 use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
@@ -31,6 +32,9 @@ use crate::os::host;
 use crate::os::interfaces::Rail;
 use crate::os::key_file::SharedKey;
 use crate::os::links::Links;
+
+/// The most streams of the process beyond the first of each connection.
+const EXTRA_STREAMS: usize = 1024;
 
 /// The process-wide part of the session layer, which both backends use.
 pub(crate) struct Net {
@@ -263,7 +267,7 @@ impl Net {
     /// Where descriptors are scarce (many systems start with 1024 per process), they are kept for connections, this
     /// side's and its peers', and not used for streams that may never be needed.
     pub(crate) fn may_grow_early(&self) -> bool {
-        self.extra_streams.load(Ordering::Relaxed) < 64 && descriptor_budget() >= 1024
+        self.extra_streams.load(Ordering::Relaxed) < EXTRA_STREAMS / 16 && descriptor_budget() == EXTRA_STREAMS
     }
 
     /// Counts one more extra stream.
@@ -295,7 +299,7 @@ impl Net {
         lock(&self.segments).of(address, Instant::now())
     }
 
-    /// How long a peer whose last stream ended this way may stay away. Silence may be an outage, after which everything
+    /// How long a peer may stay away whose last stream ended this way. Silence may be an outage, after which everything
     /// continues; a reset or an end of file came over a working path.
     pub(crate) fn patience(&self, error: &io::Error) -> Duration {
         match error.kind() {
@@ -303,7 +307,7 @@ impl Net {
             io::ErrorKind::TimedOut if error.raw_os_error().is_some() => self.config.peer_timeout / 10,
             io::ErrorKind::TimedOut | io::ErrorKind::NetworkDown => {
                 let silence = liveness::silence_of(error).unwrap_or_default();
-                self.config.peer_timeout.saturating_sub(silence).max(Duration::from_millis(200))
+                self.config.peer_timeout.saturating_sub(silence).max(2 * CALL_AFTER)
             }
             _ => self.config.reconnect_timeout,
         }
@@ -388,7 +392,7 @@ impl Source for Goodbyes {
         socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
             // Not until the socket is empty: a peer that keeps sending would occupy the control thread.
-            for _ in 0..64 {
+            for _ in 0..AT_ONCE {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
                 match got.or_else(wire::as_would_block) {
@@ -408,12 +412,12 @@ impl Source for Goodbyes {
     }
 }
 
-/// The largest number of extra streams of the process: a quarter of its descriptors, at most 1024.
+/// The largest number of extra streams of this process: a quarter of its descriptors, at most [`EXTRA_STREAMS`].
 fn descriptor_budget() -> usize {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` outlives the call, which fills it.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
-    if known { (limit.rlim_cur / 4).min(1024) as usize } else { 256 }
+    if known { (limit.rlim_cur / 4).min(EXTRA_STREAMS as u64) as usize } else { EXTRA_STREAMS / 4 }
 }
 
 fn label() -> String {

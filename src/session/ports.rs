@@ -20,6 +20,9 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 
+/// Calls on one socket before the control thread serves the others.
+pub(super) const AT_ONCE: usize = 64;
+
 /// A listener that NCCL requested.
 pub(crate) struct Listener {
     /// What its handle carries.
@@ -179,8 +182,8 @@ static DROPPED: Limiter = Limiter::new();
 
 impl Source for PortSource {
     fn poll(&self) -> Progress {
-        // After 64 connections those already accepted are served again.
-        for _ in 0..64 {
+        // The connections already accepted are served in between.
+        for _ in 0..AT_ONCE {
             let mut from = None;
             let accepted = Registered::open(|| {
                 let (socket, address) = self.sock.accept()?;

@@ -6,6 +6,13 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+/// How long a close waits for an answer of a peer whose paths work: its process may be stopped.
+pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long a close waits at least when a path may have failed at that moment: until that is noticed, and what was on it
+/// has been resent. That takes 3 s, and as long as all paths are down. Shorter than [`Silences`] remembers a peer.
+pub(crate) const CLOSE_RECOVERY: Duration = Duration::from_secs(20);
+
 /// After this time without a close the peer may be back.
 const REMEMBERED: Duration = Duration::from_secs(30);
 

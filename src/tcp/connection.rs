@@ -38,6 +38,15 @@ use crate::session::seal::damage::Damage;
 use crate::session::shortage::{Again, Short};
 use crate::session::wire::{self, Piece};
 
+/// How often a close checks whether more was acknowledged.
+pub(super) const CLOSE_POLL: Duration = Duration::from_millis(10);
+
+/// Waits until the next poll of a close that began at `start`: a short close is not delayed, and a long one costs little.
+pub(super) fn rest(start: Instant) {
+    let is_short = start.elapsed() < CLOSE_POLL;
+    std::thread::sleep(if is_short { Duration::from_micros(50) } else { Duration::from_millis(1) });
+}
+
 /// What a direction adds to a connection.
 pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What is changed with the state locked: the protocol core, and the buffers of its messages.
@@ -64,7 +73,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What the messages in flight wait for, for logs.
     fn describe(state: &Self::State) -> String;
 
-    /// Whether bytes are on their way for no request, as those of a send that was done when it was copied.
+    /// Whether bytes are on their way for no request: a short send is done when it is copied.
     fn is_under_way(_state: &Self::State) -> bool {
         false
     }
@@ -72,8 +81,8 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// Whether an outstanding request needs some of this memory.
     fn needs(state: &Self::State, memory: Span) -> bool;
 
-    /// The peer has left, and no stream remains: ends the requests of which it is known that they are done. Returns
-    /// whether others may still end.
+    /// The peer has left, and no stream remains: ends the requests that are known to be done. Returns whether others
+    /// may still end.
     fn peer_left(conn: &Connection<Self>) -> bool;
 
     /// The next epoch of a stream begins. The caller has locked the stream and the state.
@@ -95,10 +104,10 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// The network is in trouble, so a peer that is away need not be dead.
     fn in_trouble(_conn: &Connection<Self>) {}
 
-    /// What the control thread does when it was called, or a check is due.
+    /// The control thread's work after a call, or when a check is due.
     fn do_chores(conn: &Connection<Self>) -> Progress;
 
-    /// Lets what was reported done reach the peer, and sends the goodbye.
+    /// Delivers the data that was reported done to the peer, and sends the goodbye.
     fn say_goodbye(conn: &Connection<Self>);
 
     /// The connection is closed.
@@ -262,6 +271,16 @@ impl<D: Direction> Connection<D> {
         }
         *lock(&self.inquiry) = None;
         D::epoch_begun(self, index, io);
+    }
+
+    /// Records, with the state locked, that its epoch has ended, and the reason if it is known.
+    pub(super) fn note_end(&self, index: usize, why: Option<&io::Error>) {
+        if let Some(error) = why {
+            self.ended.note(error);
+        }
+        if index == 0 {
+            self.first_live.store(false, Ordering::SeqCst);
+        }
     }
 
     /// The outcome of a request when it is done: the size of each part.
@@ -430,7 +449,7 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// The kernel had no memory for a call on a stream: another one in a moment.
+    /// The kernel had no memory for a call on a stream: the call is repeated in a moment.
     pub(super) fn starved(&self, index: usize, error: &io::Error) {
         if self.short.begins(index) {
             self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
@@ -487,7 +506,7 @@ impl<D: Direction> Owner for Connection<D> {
         &self.link
     }
 
-    /// What runs over the interface's address is lost, if anything else is left.
+    /// Streams over this interface are lost, if others are left.
     fn link_down(&self, interface: u32) {
         let down = self.over_interface(interface);
         if self.recovery && !down.is_empty() && down.len() < self.health.live() {

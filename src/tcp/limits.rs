@@ -29,7 +29,7 @@ pub(crate) fn is_far(round_trip: Duration) -> bool {
     round_trip >= Duration::from_micros(900)
 }
 
-/// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
+/// The window that an eager message takes beyond its bytes, so that empty messages are bounded too.
 pub(crate) const MESSAGE_COST: u64 = 256;
 
 /// Of the messages that are copied for a possible resend, those up to this many bytes are copied before they are sent,
@@ -50,9 +50,3 @@ pub(crate) const fn max_early(window: u64) -> u64 {
 /// Ranges of a message's bytes with gaps between them, at most: a gap is a chunk that is under way on a stream, and as many as
 /// fit the windows of all streams are the most of an honest sender. Twice as many, so that another release may send shorter ones.
 pub(crate) const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUNK_MIN) as usize;
-
-/// While nothing more is acknowledged the close of a sender waits for `TOWLINE_PEER_TIMEOUT`, and at least this long when a path
-/// may have failed at that moment: until that is noticed, and what was on it has been resent. That takes 3 s, and as
-/// long as all paths are down. All closes towards a peer process that does not answer share this time. A receiver gives a
-/// sender that has said goodbye the same time to resend what it lost.
-pub(crate) const CLOSE_RECOVERY: Duration = Duration::from_secs(20);

@@ -22,7 +22,6 @@ use std::time::Instant;
 pub(crate) use arrivals::Arrivals;
 
 use super::connection::{Connection, Direction, StreamIo, lock};
-use super::limits::CLOSE_RECOVERY;
 use super::polled;
 use super::recv_core::{Part, Posted, RecvCore};
 use super::stream::{Step, Stream, WRITE};
@@ -40,6 +39,7 @@ use crate::session::net::Net;
 use crate::session::peer::{Broken, Peer, fenced};
 use crate::session::seal::intake::BEHIND;
 use crate::session::seal::{Seal, Sides};
+use crate::session::silences::CLOSE_RECOVERY;
 use crate::session::wire::{self, Piece};
 
 #[derive(Clone, Copy)]
@@ -68,11 +68,11 @@ pub(crate) struct State {
     stage_heads: Vec<(usize, Header)>,
 }
 
-/// What the rest of a frame's payload is.
+/// The rest of a frame's payload.
 enum Body {
     /// Between frames.
     None,
-    /// Bytes still to come, and where the next one goes. What is polled must not be written by the kernel.
+    /// Bytes still to come, and where the next one goes. The kernel must not write a payload that a GPU polls.
     Data { to: Target, rest: usize, polled: bool },
 }
 
@@ -117,7 +117,7 @@ pub(crate) struct Io {
 }
 
 impl Io {
-    /// Everything in the input buffer was taken but the beginning of a header: that moves to the front.
+    /// Moves the beginning of a header, all that is left in the input buffer, to the front.
     #[inline]
     fn make_room(&mut self) {
         if self.from > 0 {
@@ -182,8 +182,8 @@ pub(crate) struct Receiving {
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a check without its lock.
     mail: AtomicBool,
-    /// The control thread found NCCL not calling: then what no send waits for is acknowledged too, so that the sender need
-    /// not keep its copies.
+    /// The control thread has found that NCCL does not call. Then frames that no send waits for are acknowledged too,
+    /// so that the sender need not keep its copies.
     quiet: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
@@ -360,14 +360,9 @@ impl RecvConn {
         if state.core.epoch(index) != epoch {
             return;
         }
-        if let Some(error) = why {
-            self.ended.note(error);
-        }
+        self.note_end(index, why);
         if may_return {
             lock(&self.monitors)[index].ended(Instant::now());
-        }
-        if index == 0 {
-            self.first_live.store(false, Ordering::SeqCst);
         }
     }
 

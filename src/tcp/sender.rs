@@ -401,11 +401,8 @@ impl SendConn {
     fn end_epoch(&self, index: usize, epoch: u16, why: Option<&io::Error>) -> bool {
         let mut state = self.state();
         let was_live = state.core.end_epoch(index, epoch);
-        if let Some(error) = why.filter(|_| was_live) {
-            self.ended.note(error);
-        }
-        if was_live && index == 0 {
-            self.first_live.store(false, Ordering::SeqCst);
+        if was_live {
+            self.note_end(index, why);
         }
         was_live
     }

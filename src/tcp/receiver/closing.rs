@@ -1,11 +1,13 @@
 //! How a receiver ends its connection: it reports everything that has arrived to the sender.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{Io, RecvConn};
 use crate::os::error::Error;
 use crate::session::frame::MAX_STREAMS;
+use crate::session::silences::CLOSE_PATIENCE;
+use crate::tcp::connection::rest;
 use crate::tcp::stream::WRITE;
 
 impl RecvConn {
@@ -17,8 +19,8 @@ impl RecvConn {
         self.net.remember_closed(&self.link, self.own.completed.load(Ordering::Relaxed));
         // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order. They
         // have a second to leave.
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while Instant::now() < deadline && !self.health.is_failed() {
+        let start = Instant::now();
+        while start.elapsed() < CLOSE_PATIENCE / 2 && !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
                 self.run(index, WRITE);
             }
@@ -26,7 +28,7 @@ impl RecvConn {
             if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
                 break;
             }
-            std::thread::sleep(Duration::from_micros(50));
+            rest(start);
         }
     }
 
@@ -39,12 +41,12 @@ impl RecvConn {
         self.net.forget(self.link.connection);
     }
 
-    /// Before the goodbye: how many frames were received on streams that are away. Their last acknowledgements may be
-    /// lost, and the sender would take received frames for lost. With no stream left it waits for one to come back,
-    /// up to 4 s, which all closes towards a peer process that does not answer share.
+    /// Reports before the goodbye how many frames were received on streams that are away. Their last acknowledgements
+    /// may be lost, and the sender would take received frames for lost. Without any stream it waits up to 4 s for one
+    /// to come back; all closes towards a peer process that does not answer share this time.
     pub(super) fn send_final_state(&self) {
         let start = Instant::now();
-        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + Duration::from_secs(4);
+        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + 2 * CLOSE_PATIENCE;
         let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
         if self.recovery && is_away() {
             while is_away() {
@@ -52,7 +54,7 @@ impl RecvConn {
                     self.net.silences().unanswered(&self.peer.label, start, Instant::now());
                     return;
                 }
-                std::thread::sleep(Duration::from_millis(5));
+                rest(start);
             }
             self.net.silences().answered(&self.peer.label);
         }

@@ -10,15 +10,10 @@ use super::{Io, SendConn};
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
 use crate::session::liveness::{self, PROBE_AFTER};
+use crate::session::silences::{CLOSE_PATIENCE, CLOSE_RECOVERY};
 use crate::session::wire;
-use crate::tcp::limits::CLOSE_RECOVERY;
+use crate::tcp::connection::{CLOSE_POLL, rest};
 use crate::tcp::stream::{READ, Stream, WRITE};
-
-/// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
-
-/// How often it checks whether more was acknowledged.
-const CLOSE_POLL: Duration = Duration::from_millis(10);
 
 /// The result of a goodbye.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +113,8 @@ impl SendConn {
         }
     }
 
-    /// Whether closes towards this peer have used up their time: nothing has been acknowledged for too long.
+    /// Whether closes towards this peer have used up their time: nothing has been acknowledged for too long. With bytes
+    /// unacknowledged that is `TOWLINE_PEER_TIMEOUT`, and not less than a recovery takes.
     fn is_spent(&self, advance: &mut Advance) -> bool {
         let pause = advance.pause(self);
         if pause < CLOSE_PATIENCE {
@@ -127,7 +123,7 @@ impl SendConn {
         let has_all = !self.recovery || self.state().core.is_idle();
         let least = if self.is_answered_within(pause * 3 / 4) { CLOSE_PATIENCE } else { CLOSE_RECOVERY };
         // If the receiver has everything but the goodbye, the kernel keeps sending that after the close.
-        pause >= if has_all { Duration::from_secs(3) } else { self.net.config.peer_timeout.max(least) }
+        pause >= if has_all { CLOSE_PATIENCE * 3 / 2 } else { self.net.config.peer_timeout.max(least) }
     }
 
     /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only its process does
@@ -238,10 +234,4 @@ impl SendConn {
     fn awaits_answer(&self) -> bool {
         self.samples().any(|sample| sample.probes > 0)
     }
-}
-
-/// Until the next check of a close that began then: a short close is not delayed, and a long one costs little.
-fn rest(start: Instant) {
-    let short = start.elapsed() < CLOSE_POLL;
-    std::thread::sleep(if short { Duration::from_micros(50) } else { Duration::from_millis(1) });
 }
