@@ -112,12 +112,7 @@ impl<T: ?Sized> Table<T> {
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it names nothing of this table, or something
     /// that was closed.
     pub(crate) fn get(&self, value: usize) -> Result<Arc<T>> {
-        let handle = self.decode(value)?;
-        let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
-        match &*place.read() {
-            Some(object) if place.generation() == handle.generation => Ok(Arc::clone(object)),
-            _ => Err(Self::stale(value)),
-        }
+        self.with_shared(value, |object| Ok(Arc::clone(object)))
     }
 
     /// Uses the object that a value from NCCL names, during a call that never waits: removing the object waits for the

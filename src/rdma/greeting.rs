@@ -3,7 +3,6 @@
 //! The control thread drives both sides, from `listen` and `connect` on, whether or not NCCL polls: with NCCL 2.8 to
 //! 2.11 all sides connect before any of them accepts. The messages are in [`record`](super::record).
 
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -23,6 +22,7 @@ use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::NET;
+use crate::session::accept_queue::AcceptQueue;
 use crate::session::dialer::{Dial, Target};
 use crate::session::handshake::Secret;
 use crate::session::link::{Link, Sock};
@@ -43,73 +43,19 @@ pub(crate) struct Listener {
     me: Weak<Self>,
     net: Arc<Net>,
     adapters: Adapters,
-    accepted: Mutex<Accepted>,
-    arrived: Condvar,
-}
-
-#[derive(Default)]
-struct Accepted {
-    /// A failure is that of a connection which its sending side considers established, so that no peer comes again.
-    waiting: VecDeque<Result<Arc<RdmaRecv>>>,
-    /// Why a peer that holds the secret could not be admitted: the listener would wait for it in vain.
-    misfit: Option<Error>,
-    is_closed: bool,
+    queue: AcceptQueue<Arc<RdmaRecv>>,
 }
 
 impl Listener {
     /// A listener of a device.
     pub(crate) fn new(net: Arc<Net>, adapters: Adapters) -> Arc<Self> {
-        Arc::new_cyclic(|me| Self {
-            me: me.clone(),
-            net,
-            adapters,
-            accepted: Mutex::default(),
-            arrived: Condvar::new(),
-        })
-    }
-
-    /// The next connection, if one has arrived.
-    ///
-    /// # Errors
-    /// When it failed in its last step, with the sending side already established; or when the peer that holds the
-    /// secret connected, and its TOWLINE_KEY_FILE does not match this side's.
-    pub(crate) fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
-        lock(&self.accepted).next()
-    }
-
-    /// Waits for the next connection until `deadline`.
-    ///
-    /// # Errors
-    /// As [`Listener::accept`].
-    pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
-        let mut accepted = lock(&self.accepted);
-        loop {
-            if let Some(conn) = accepted.next()? {
-                return Ok(Some(conn));
-            }
-            let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
-            accepted = self.arrived.wait_timeout(accepted, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        Arc::new_cyclic(|me| Self { me: me.clone(), net, adapters, queue: AcceptQueue::new() })
     }
 
     fn arrive(&self, conn: Result<Arc<RdmaRecv>>) {
-        let mut accepted = lock(&self.accepted);
-        if accepted.is_closed {
-            drop(accepted);
-            if let Ok(conn) = conn {
-                conn.close();
-            }
-            return;
+        if let Some(conn) = self.queue.add(conn) {
+            conn.close();
         }
-        accepted.waiting.push_back(conn);
-        self.arrived.notify_all();
-    }
-}
-
-impl Accepted {
-    fn next(&mut self) -> Result<Option<Arc<RdmaRecv>>> {
-        self.misfit.take().map_or(Ok(()), Err)?;
-        self.waiting.pop_front().transpose()
     }
 }
 
@@ -123,17 +69,11 @@ impl Door for Listener {
     }
 
     fn turn_away(&self, why: Error) {
-        lock(&self.accepted).misfit = Some(why);
-        self.arrived.notify_all();
+        self.queue.turn_away(why);
     }
 
     fn close(&self) {
-        let waiting = {
-            let mut accepted = lock(&self.accepted);
-            accepted.is_closed = true;
-            std::mem::take(&mut accepted.waiting)
-        };
-        for conn in waiting.into_iter().flatten() {
+        for conn in self.queue.close() {
             conn.close();
         }
     }
@@ -660,17 +600,17 @@ impl Listening {
     /// The next connection, if one has arrived.
     ///
     /// # Errors
-    /// As [`Listener::accept`].
+    /// As [`AcceptQueue::accept`].
     pub(crate) fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
-        self.listener.accept()
+        self.listener.queue.accept()
     }
 
     /// Waits for the next connection until `deadline`.
     ///
     /// # Errors
-    /// As [`Listener::accept`].
+    /// As [`AcceptQueue::accept`].
     pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
-        self.listener.accept_until(deadline)
+        self.listener.queue.accept_until(deadline)
     }
 
     /// Stops accepting connections, and ends those that were not accepted.

@@ -247,21 +247,20 @@ impl Receives {
     /// The slot of a receive, by tag and number.
     #[inline(always)]
     pub(crate) fn find(&self, tag: i32, number: u32) -> Option<u8> {
-        let is_it = |at: &u8| {
-            let slot = &self.slots[usize::from(*at)];
-            slot.number == number && slot.tag == tag
-        };
         // Nearly always the first.
-        self.open.front().copied().filter(is_it).or_else(|| self.search(tag, number))
+        let first = self.open.front().copied().filter(|at| self.holds(*at, tag, number));
+        first.or_else(|| self.search(tag, number))
     }
 
     #[cold]
     fn search(&self, tag: i32, number: u32) -> Option<u8> {
-        let is_it = |at: &u8| {
-            let slot = &self.slots[usize::from(*at)];
-            slot.number == number && slot.tag == tag
-        };
-        self.open.iter().copied().find(is_it)
+        self.open.iter().copied().find(|at| self.holds(*at, tag, number))
+    }
+
+    #[inline(always)]
+    fn holds(&self, at: u8, tag: i32, number: u32) -> bool {
+        let slot = &self.slots[usize::from(at)];
+        slot.number == number && slot.tag == tag
     }
 
     /// A slot.

@@ -4,7 +4,7 @@
 //! sending side                                        receiving side
 //!   offer: ports, queue pairs per port          ──▶
 //!                                               ◀──   answer: ports, queue pairs, table of sizes
-//!   accept: queue pairs, class, ring for lines  ──▶
+//!   accept: queue pairs, class, CTS ring        ──▶
 //! ```
 //!
 //! A record is a Protocol Buffers message behind its length (4 bytes, little-endian), followed by a proof of 32 bytes
@@ -21,7 +21,7 @@ use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};
 use crate::session::handshake::{PROOF, Secret};
 use crate::session::link::Sock;
-use crate::session::wire::{self, Piece, send_all};
+use crate::session::wire::{self, Filled, send_all};
 
 /// The version of this exchange and of everything that follows it.
 pub(crate) const VERSION: u32 = 4;
@@ -238,22 +238,13 @@ impl Talk {
     /// Reads until `wanted` bytes are there and no further: what follows the last record belongs to the control
     /// channel.
     fn fill(&mut self, sock: &Sock, wanted: usize) -> Result<bool> {
-        let mut room = [0; 4096];
-        while self.input.len() < wanted {
-            let missing = (wanted - self.input.len()).min(room.len());
-            // SAFETY: the buffer is ours.
-            let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut room[..missing])) };
-            match got.or_else(wire::as_would_block) {
-                Ok(None) => return Ok(false),
-                Ok(Some(0)) => {
-                    return Err(Error::remote("the peer left while RDMA parameters were exchanged")
-                        .with_hint("its log says why"));
-                }
-                Ok(Some(count)) => self.input.extend_from_slice(&room[..count]),
-                Err(error) => return Err(Error::remote(format!("exchanging RDMA parameters broke off: {error}"))),
+        match wire::fill(sock.as_raw_fd(), &mut self.input, wanted) {
+            Ok(Filled::Ended) => {
+                Err(Error::remote("the peer left while RDMA parameters were exchanged").with_hint("its log says why"))
             }
+            Ok(filled) => Ok(filled == Filled::Whole),
+            Err(error) => Err(Error::remote(format!("exchanging RDMA parameters broke off: {error}"))),
         }
-        Ok(true)
     }
 }
 

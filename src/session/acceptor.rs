@@ -33,7 +33,7 @@ use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::tries::{self, PATIENCE};
-use super::wire::{self, Piece, send_all};
+use super::wire::{self, Filled, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
@@ -500,29 +500,20 @@ impl Source for Inbound {
 /// Reads until `wanted` bytes are there. `false`: some are missing.
 fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<bool> {
     let Some(sock) = &state.sock else { return Ok(false) };
-    let fd = sock.as_raw_fd();
-    while state.input.len() < wanted {
-        let mut bytes = [0_u8; HELLO + OFFER];
-        let room = &mut bytes[..wanted - state.input.len()];
-        // SAFETY: the buffer is ours.
-        match unsafe { wire::receive(fd, Piece::of_mut(room)) } {
-            Ok(None) => return Ok(false),
-            Err(error) if wire::is_shortage(&error) => {
-                state.short = true;
-                return Ok(false);
-            }
-            Ok(Some(0)) => {
-                state.left = true;
-                return Err(Error::remote("it was closed before its handshake was complete").with_peer(from.ip()));
-            }
-            Ok(Some(got)) => state.input.extend_from_slice(&bytes[..got]),
-            Err(error) => {
-                state.left = super::lifeline::is_cut(&error);
-                return Err(Error::system("reading a handshake", &error));
-            }
+    match wire::fill(sock.as_raw_fd(), &mut state.input, wanted) {
+        Ok(Filled::Ended) => {
+            state.left = true;
+            Err(Error::remote("it was closed before its handshake was complete").with_peer(from.ip()))
+        }
+        Ok(filled) => {
+            state.short |= filled == Filled::Short;
+            Ok(filled == Filled::Whole)
+        }
+        Err(error) => {
+            state.left = super::lifeline::is_cut(&error);
+            Err(Error::system("reading a handshake", &error))
         }
     }
-    Ok(true)
 }
 
 fn write(state: &InboundState, bytes: &[u8]) -> Result<()> {

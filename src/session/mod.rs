@@ -15,12 +15,13 @@
 //! | [`link`] | a connection as its sockets know it, and the options of these |
 //! | [`lifeline`] | distinguishing a dead peer from one that is cut off |
 //! | [`owner`] | what a session requests from the connection that owns it |
-//! | [`opening`] | how a new connection gets to its backend |
+//! | [`opening`], [`accept_queue`] | how a new connection gets to its backend, and waits for `accept` |
 //! | [`segments`] | segment sizes that pass where full ones are lost |
 //! | [`tombstones`] | tombstones: connections that were closed recently, for senders that did not receive the goodbye |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`shortage`] | trying again where the kernel had no memory |
 
+pub(crate) mod accept_queue;
 pub(crate) mod acceptor;
 pub(crate) mod check;
 pub(crate) mod dialer;

@@ -131,6 +131,41 @@ pub(crate) unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Op
     })
 }
 
+/// The result of [`fill`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Filled {
+    /// All bytes are there.
+    Whole,
+    /// Some have not arrived.
+    Partly,
+    /// The kernel had no memory for a call, which must be repeated.
+    Short,
+    /// The peer has shut down its side.
+    Ended,
+}
+
+/// Receives until `input` holds `wanted` bytes, and no further.
+///
+/// # Errors
+/// Those of `recv(2)`.
+pub(crate) fn fill(fd: RawFd, input: &mut Vec<u8>, wanted: usize) -> io::Result<Filled> {
+    while input.len() < wanted {
+        let had = input.len();
+        input.resize(wanted, 0);
+        // SAFETY: the buffer is ours.
+        let got = unsafe { receive(fd, Piece::of_mut(&mut input[had..])) };
+        input.truncate(had + got.as_ref().map_or(0, |bytes| bytes.unwrap_or(0)));
+        match got {
+            Ok(Some(0)) => return Ok(Filled::Ended),
+            Ok(Some(_)) => {}
+            Ok(None) => return Ok(Filled::Partly),
+            Err(error) if is_shortage(&error) => return Ok(Filled::Short),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Filled::Whole)
+}
+
 /// Repeats a call until no signal interrupts it.
 ///
 /// The calls are the C library's, not raw system calls: libraries loaded before it (sockets in user space, the tests'

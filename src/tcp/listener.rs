@@ -44,7 +44,7 @@ impl Listener {
     /// # Errors
     /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
     pub(crate) fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
-        self.arrivals.accept()
+        self.arrivals.queue.accept()
     }
 
     /// Waits for the next connection until `deadline`.
@@ -52,7 +52,7 @@ impl Listener {
     /// # Errors
     /// As [`Listener::accept`].
     pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
-        self.arrivals.accept_until(deadline)
+        self.arrivals.queue.accept_until(deadline)
     }
 
     /// Takes no more connections, and ends those that were not accepted.

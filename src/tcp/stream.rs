@@ -242,14 +242,10 @@ impl<Io> Stream<Io> {
         Some(io)
     }
 
-    /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
-    /// left to the stream's worker. For rare things.
+    /// Calls `check` with the socket and buffers, after waiting for the thread that uses them. For rare things.
     pub(crate) fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
         let seen = self.lock().as_deref_mut().map(check);
-        settle();
-        if self.wishes.load(Ordering::SeqCst) != 0 {
-            self.kick();
-        }
+        self.pass_wishes();
         seen
     }
 
@@ -258,11 +254,16 @@ impl<Io> Stream<Io> {
         let held = self.lock();
         let done = held.is_none().then(act);
         drop(held);
+        self.pass_wishes();
+        done
+    }
+
+    /// After the stream was locked: leaves what others wished for meanwhile to its worker.
+    fn pass_wishes(&self) {
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {
             self.kick();
         }
-        done
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.

@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use rdma_sys as ib;
 
-use super::{Context, last_error, status_error};
+use super::{Context, last_error};
 use crate::os::error::{Error, Result};
+use crate::rdma::dl::Verbs;
 
 /// Where finished work requests are reported. It must be large enough for everything that can finish between two polls:
 /// an overrun ends every queue pair of the queue.
@@ -171,13 +172,9 @@ fn is_broken() -> Error {
 
 impl Drop for RawQueue {
     fn drop(&mut self) {
-        if self.context.is_ours() {
-            // SAFETY: every queue pair of the queue holds it, so none is left.
-            let status = unsafe { (self.context.verbs().destroy_cq)(self.raw.as_ptr()) };
-            if status != 0 {
-                tracing::warn!("{}", status_error(self.context.name(), "ending a completion queue", status));
-            }
-        }
+        // SAFETY: every queue pair of the queue holds it, so none is left.
+        let destroy = |verbs: &Verbs| unsafe { (verbs.destroy_cq)(self.raw.as_ptr()) };
+        self.context.end("ending a completion queue", destroy);
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_sys as ib;
 
-use super::{Gid, checked, patiently};
+use super::{Gid, checked, patiently, status_error};
 use crate::os::error::{Error, Result};
 use crate::os::fd::Registered;
 use crate::rdma::dl::{RawAsyncEvent, RawGidEntry, Verbs};
@@ -214,6 +214,14 @@ impl Context {
     /// Whether this is still the process that opened the device, and not a forked child.
     pub(crate) fn is_ours(&self) -> bool {
         self.0.raw.is_ours()
+    }
+
+    /// Ends an object of the device, whose failure is only logged. A forked child leaves it to the parent.
+    pub(super) fn end(&self, doing: &str, destroy: impl FnOnce(&Verbs) -> i32) {
+        let status = if self.is_ours() { destroy(self.verbs()) } else { 0 };
+        if status != 0 {
+            tracing::warn!("{}", status_error(self.name(), doing, status));
+        }
     }
 
     /// What the device says of itself.

@@ -11,6 +11,7 @@ use rdma_sys as ib;
 
 use super::{Context, is_momentary, last_error, patiently};
 use crate::os::error::{Error, Result};
+use crate::rdma::dl::Verbs;
 
 /// The space in which queue pairs may use memory regions.
 #[derive(Clone)]
@@ -68,10 +69,9 @@ impl ProtectionDomain {
 
 impl Drop for RawDomain {
     fn drop(&mut self) {
-        if self.context.is_ours() {
-            // SAFETY: every region and queue pair of the domain holds it, so none is left.
-            unsafe { (self.context.verbs().dealloc_pd)(self.raw.as_ptr()) };
-        }
+        // SAFETY: every region and queue pair of the domain holds it, so none is left.
+        let destroy = |verbs: &Verbs| unsafe { (verbs.dealloc_pd)(self.raw.as_ptr()) };
+        self.context.end("ending a protection domain", destroy);
     }
 }
 
@@ -185,14 +185,9 @@ impl MemoryRegion {
 
 impl Drop for MemoryRegion {
     fn drop(&mut self) {
-        let context = self.domain.context();
-        if context.is_ours() {
-            // SAFETY: made by a `reg_mr` call and dropped once.
-            let status = unsafe { (context.verbs().dereg_mr)(self.raw.as_ptr()) };
-            if status != 0 {
-                tracing::warn!("{}", super::status_error(context.name(), "ending a memory registration", status));
-            }
-        }
+        // SAFETY: made by a `reg_mr` call and dropped once.
+        let destroy = |verbs: &Verbs| unsafe { (verbs.dereg_mr)(self.raw.as_ptr()) };
+        self.domain.context().end("ending a memory registration", destroy);
     }
 }
 

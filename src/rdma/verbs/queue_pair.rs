@@ -10,6 +10,7 @@ use rdma_sys as ib;
 use super::work::{BATCH, Chain};
 use super::{CompletionQueue, Gid, LinkLayer, ProtectionDomain, Work, last_error, status_error};
 use crate::os::error::{Error, Result};
+use crate::rdma::dl::Verbs;
 
 /// The capacity of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -306,10 +307,7 @@ impl QueuePair {
     /// # Errors
     /// When the device is gone.
     pub(crate) fn stop(&self) -> Result<()> {
-        let mut attr = blank();
-        attr.qp_state = ib::ibv_qp_state::IBV_QPS_ERR;
-        let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
-        self.modify("stopping a queue pair", &mut attr, &parts).map_err(Refused::into_error)
+        self.enter(ib::ibv_qp_state::IBV_QPS_ERR, "stopping a queue pair")
     }
 
     /// Ends it: the device discards what is outstanding, neither receives nor sends for it any more, and does not
@@ -318,10 +316,14 @@ impl QueuePair {
     /// # Errors
     /// When the device is gone.
     pub(crate) fn reset(&self) -> Result<()> {
+        self.enter(ib::ibv_qp_state::IBV_QPS_RESET, "ending a queue pair")
+    }
+
+    /// Enters a state that needs no other attribute.
+    fn enter(&self, state: ib::ibv_qp_state::Type, doing: &str) -> Result<()> {
         let mut attr = blank();
-        attr.qp_state = ib::ibv_qp_state::IBV_QPS_RESET;
-        let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
-        self.modify("ending a queue pair", &mut attr, &parts).map_err(Refused::into_error)
+        attr.qp_state = state;
+        self.modify(doing, &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE]).map_err(Refused::into_error)
     }
 
     /// The options that this side's driver offers beyond the standard; None when it offers none.
@@ -445,14 +447,9 @@ fn blank() -> ib::ibv_qp_attr {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        let context = self.domain.context();
-        if context.is_ours() {
-            // SAFETY: made by `create_qp` and dropped once. Afterwards the device touches no memory for it.
-            let status = unsafe { (context.verbs().destroy_qp)(self.raw.as_ptr()) };
-            if status != 0 {
-                tracing::warn!("{}", status_error(context.name(), "ending a queue pair", status));
-            }
-        }
+        // SAFETY: made by `create_qp` and dropped once. Afterwards the device touches no memory for it.
+        let destroy = |verbs: &Verbs| unsafe { (verbs.destroy_qp)(self.raw.as_ptr()) };
+        self.domain.context().end("ending a queue pair", destroy);
     }
 }
 

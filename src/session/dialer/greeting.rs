@@ -16,7 +16,7 @@ use crate::session::lifeline::Answer;
 use crate::session::link::Sock;
 use crate::session::seal::agreement::{ANSWER, Offered};
 use crate::session::seal::{is_encrypted, other_key};
-use crate::session::wire::{self, Piece, send_all};
+use crate::session::wire::{self, Filled, send_all};
 use crate::session::{liveness, tries};
 
 /// The bytes exchanged so far.
@@ -158,23 +158,13 @@ impl Dial {
 
 /// Reads until `wanted` bytes are there. `false`: some are missing; `short`: the kernel had no memory, try again soon.
 fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize, short: &mut bool) -> Result<bool> {
-    while input.len() < wanted {
-        let mut bytes = [0_u8; WELCOME + ANSWER];
-        let room = &mut bytes[..wanted - input.len()];
-        // SAFETY: the buffer is ours.
-        match unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(room)) } {
-            Ok(None) => return Ok(false),
-            Err(error) if wire::is_shortage(&error) => {
-                *short = true;
-                return Ok(false);
-            }
-            Ok(Some(0)) => {
-                return Err(Error::remote(TURNED_AWAY_TEXT)
-                    .with_hint("its log says why: a listener that is closed, another protocol, or a wrong secret"));
-            }
-            Ok(Some(got)) => input.extend_from_slice(&bytes[..got]),
-            Err(error) => return Err(Error::remote(format!("the handshake broke off: {error}"))),
+    match wire::fill(sock.as_raw_fd(), input, wanted) {
+        Ok(Filled::Ended) => Err(Error::remote(TURNED_AWAY_TEXT)
+            .with_hint("its log says why: a listener that is closed, another protocol, or a wrong secret")),
+        Ok(filled) => {
+            *short |= filled == Filled::Short;
+            Ok(filled == Filled::Whole)
         }
+        Err(error) => Err(Error::remote(format!("the handshake broke off: {error}"))),
     }
-    Ok(true)
 }
