@@ -37,7 +37,7 @@ impl Ack {
         &self.counts[..self.header.length as usize / 8]
     }
 
-    /// Appends it as it travels.
+    /// Appends its form on the wire.
     pub fn encode_to(&self, out: &mut Vec<u8>) {
         out.reserve(HEADER + self.header.length as usize);
         out.extend_from_slice(&self.header.encode());
@@ -46,7 +46,7 @@ impl Ack {
         }
     }
 
-    /// From what travelled: the header and what follows it.
+    /// Decodes a header and the payload behind it.
     pub(crate) fn decode(header: &Header, payload: &[u8]) -> Self {
         let mut counts = [0; MAX_STREAMS];
         for (count, bytes) in counts.iter_mut().zip(payload.chunks_exact(8)) {

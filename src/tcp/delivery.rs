@@ -111,7 +111,7 @@ impl Deliveries {
         Self { epochs: Default::default(), pairs: vec![RailPair::default(); pairs], stall: None }
     }
 
-    /// An epoch of stream `index` begins over a pair of rails, if that is known, when so much of it has arrived.
+    /// An epoch of stream `index` begins over a pair of rails, if that is known; `seen`: what had arrived before.
     pub(crate) fn begins(&mut self, index: usize, pair: Option<usize>, seen: Arrived, now: Instant) {
         let segment = pair.and_then(|pair| self.segment(pair));
         if let Some(pair) = pair.and_then(|pair| self.pairs.get_mut(pair)) {
@@ -120,8 +120,8 @@ impl Deliveries {
         self.epochs[index] = Epoch { pair, segment, seen, ..Epoch::default() };
     }
 
-    /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the pair and the
-    /// segment size by which it did, where full segments did not.
+    /// The control thread's count for stream `index`; `using`: the size of its segments, if that is known. Returns the
+    /// pair and the segment size that deliver where full segments did not.
     pub(crate) fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
         let epoch = &mut self.epochs[index];
         epoch.largest = epoch.largest.max(using.unwrap_or(0));

@@ -674,12 +674,12 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        // What is copied for a possible resend is done as soon as the kernel took it. With one stream, so on small
-        // machines: a copy of 64 KiB that the processor has just read takes about 3 µs, while an acknowledgement costs
-        // the receiver a system call before it can go on, and the sender one for each poll for it. Where a connection has
-        // workers: all that NCCL's thread sends itself. What workers send is done when it is acknowledged, since an
-        // acknowledgement then delays no message, and a stream whose acknowledgements come at once has nothing on the way
-        // when the next message comes, so that this finds a worker awake.
+        // A chunk that is copied for a possible resend is done as soon as the kernel took it. With one stream, so on
+        // small machines: a copy of 64 KiB that the processor has just read takes about 3 µs, while an acknowledgement
+        // costs the receiver a system call before it can go on, and the sender one for each poll for it. Where a
+        // connection has workers: all that NCCL's thread sends itself. What workers send is done when it is
+        // acknowledged, since an acknowledgement then delays no message, and a stream whose acknowledgements come at
+        // once has nothing on the way when the next message comes, so that this finds a worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
@@ -841,7 +841,7 @@ impl SendCore {
                 }
             }
             self.delivered += u64::from(flight.length);
-            // For shorter ones the time under way gives no measure of the path's rate.
+            // The time that shorter ones are under way does not show the path's rate.
             if timed && u64::from(flight.length) >= CHUNK_MIN {
                 stream.window.delivered(flight.queued, self.delivered - flight.delivered, carriers);
             }

@@ -196,8 +196,8 @@ impl RecvConn {
         let fences = std::mem::take(&mut *lock(&self.own.fences));
         for Fence { index, epoch, requested } in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
-                // What ended here was judged by its end; what the sender gives up, though it is well here, has not come
-                // through.
+                // A stream that ended here was judged by its end. One that the sender gives up although it is well here
+                // did not deliver.
                 if requested {
                     *lock(&self.own.trouble) = Some(Instant::now());
                 }

@@ -149,7 +149,7 @@ impl SendConn {
         }
     }
 
-    /// What the stream sends next, and takes out of the books as handed out.
+    /// Takes the stream's next frame from the core, which counts it as handed out.
     #[inline]
     pub(super) fn next_outgoing(&self, state: &mut State, index: usize, io: &mut Io) -> Option<Outgoing> {
         if !io.control.is_empty() {
@@ -323,7 +323,7 @@ impl SendConn {
         Ok(())
     }
 
-    /// What was acknowledged on another stream before it was known here that it had left.
+    /// Settles frames that were acknowledged on another stream before this side knew that they had left.
     #[inline]
     pub(super) fn settle_claims(&self, state: &mut State, index: usize) {
         let State { core, payloads, done, copies, .. } = state;
