@@ -23,7 +23,7 @@ use crate::os::error::{Cause, Error, Result};
 const POSTED: usize = 16;
 
 /// How long a goodbye may be under way after its rank has closed the other connection.
-const GOODBYE: Duration = Duration::from_secs(1);
+pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A get: where its bytes belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

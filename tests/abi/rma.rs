@@ -2,6 +2,7 @@
 //! part of these tests.
 
 use std::mem::{offset_of, size_of};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
@@ -9,10 +10,10 @@ use crate::support::faults::Dice;
 use crate::support::flagcx::Object;
 use crate::support::injector::{FAULTY_CALLS, faulty_calls};
 use crate::support::one_sided::{
-    COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, holds, listening, moves_all_sizes, pick, rma,
-    signals_follow_their_puts,
+    COMM, NOWHERE, ON, OTHER, PATIENCE, Rank, at, beside_a_process, connected, holds, listening,
+    lives_until_it_is_killed, moves_all_sizes, pick, rma, signal_of, signals_follow_their_puts,
 };
-use crate::support::rma::{PutSignal, RmaHandle};
+use crate::support::rma::PutSignal;
 use crate::support::window::Window;
 use crate::support::{context, eventually, key_file, pattern, watchdog};
 use towline::host::log::{Capture, Record};
@@ -308,6 +309,54 @@ fn registrations_end_while_puts_are_late() {
     });
 }
 
+/// NCCL makes windows and contexts in other threads than the one that puts.
+#[test]
+fn registrations_and_contexts_come_and_go_beside_puts() {
+    child::alone("rma::registrations_and_contexts_come_and_go_beside_puts", &[ON], || {
+        let _watchdog = watchdog(100);
+        const PUTS: usize = 2000;
+        let ranks = connected(16, 2);
+        let (windows, signals) = ([0, 1].map(|_| Window::host(8 * PUTS)), Window::host(8));
+        let [[from, number], [to, _]] =
+            [0, 1].map(|rank: usize| [&windows[rank], &signals].map(|it| ranks[rank].register(it)));
+        windows[0].fill(&(0..PUTS).flat_map(|put| (put + 1).to_ne_bytes()).collect::<Vec<_>>());
+        let is_over = AtomicBool::new(false);
+        let rounds = std::thread::scope(|scope| {
+            let comes_and_goes = scope.spawn(|| {
+                let mut rounds = 0;
+                while !is_over.load(Ordering::Relaxed) {
+                    let passing = Window::host(4096);
+                    passing.fill(&[7; 64]);
+                    let [mr, other] = [0, 1].map(|rank: usize| ranks[rank].register(&passing));
+                    let Rank { rma, group, .. } = &ranks[0];
+                    let context = rma.create_context(*group).expect("createContext");
+                    let put = rma.put(context, (at(mr, 0), 64, at(other, 64)), 1, None).expect("iput");
+                    ranks[0].wait(put).expect("it ends");
+                    rma.destroy_context(context).expect("destroyContext");
+                    ranks[1].rma.dereg_mr(ranks[1].group, other).expect("deregMrSym");
+                    rma.dereg_mr(*group, mr).expect("deregMrSym");
+                    assert!(holds(&passing, 64, &[7; 64]));
+                    rounds += 1;
+                }
+                rounds
+            });
+            let signal = PutSignal { at: at(number, 0), value: None };
+            let put = |put: usize| ranks[0].put((at(from, 8 * put), 8, at(to, 8 * put)), 1, Some(signal));
+            let numbers: Vec<usize> = (0..PUTS).collect();
+            for some in numbers.chunks(32) {
+                let open: Vec<Object> = some.iter().map(|&number| put(number)).collect();
+                open.into_iter().for_each(|request| ranks[0].wait(request).expect("it ends"));
+            }
+            is_over.store(true, Ordering::Relaxed);
+            comes_and_goes.join().expect("windows and contexts")
+        });
+        assert!(rounds > 0);
+        assert!(holds(&windows[1], 0, &(0..PUTS).flat_map(|put| (put + 1).to_ne_bytes()).collect::<Vec<_>>()));
+        assert_eq!(signal_of(&signals, 0), PUTS as u64);
+        ranks.into_iter().for_each(Rank::close);
+    });
+}
+
 /// All ranks number registrations by their order.
 #[test]
 fn a_registration_that_fails_on_one_rank_leaves_the_next_ones_in_step() {
@@ -504,6 +553,7 @@ fn wrong_arguments_are_refused() {
         let as_kind = |kind| unsafe { rank.rma.reg_mr(rank.group, memory.place(), kind, 0) }.err();
         assert!(matches!(as_kind(PTR_CUDA), Some(Code::InvalidUsage | Code::InvalidArgument)));
         assert_eq!(as_kind(PTR_DMABUF), Some(Code::InvalidArgument));
+        assert_eq!(rank.rma.reg_mr_dmabuf(rank.group, memory.place()).err(), Some(Code::InvalidUsage));
         assert_eq!(rank.rma.create_context(rank.listener).err(), Some(Code::InvalidArgument));
         assert_eq!(rank.rma.close_listener(rank.group), Err(Code::InvalidArgument));
         assert_eq!(rank.rma.test(rank.group, mr), Err(Code::InvalidArgument));
@@ -512,41 +562,16 @@ fn wrong_arguments_are_refused() {
     });
 }
 
-/// Rank 1 of 2: connects, and dies when it is killed.
-fn is_killed() {
-    let own = listening(16);
-    let mail = child::mailbox();
-    child::send(&mail, "handle", &own.handle);
-    let first: RmaHandle = child::receive(&mail, "first").try_into().expect("a handle");
-    let handles = [first, own.handle];
-    let rank = own.connect(&handles, 1).expect("connect");
-    let memory = Window::host(1 << 20);
-    rank.register(&memory);
-    child::send(&mail, "ready", b"");
-    std::thread::sleep(Duration::from_secs(60));
-}
-
 #[test]
 fn a_dead_rank_is_one_clear_line_and_a_remote_error() {
     const NAME: &str = "rma::a_dead_rank_is_one_clear_line_and_a_remote_error";
-    if child::role().as_deref() == Some("killed") {
-        return is_killed();
+    if child::role().as_deref() == Some(OTHER) {
+        return lives_until_it_is_killed(1 << 20);
     }
     child::alone(NAME, &[ON, ("TOWLINE_RECONNECT_TIMEOUT", "1"), ("NCCL_DEBUG", "INFO")], || {
         let _watchdog = watchdog(60);
         let log = Capture::start();
-        let mail = Mailbox::new();
-        let mut command = child::command(NAME, "killed");
-        command.env(child::MAILBOX, mail.path());
-        let mut other = Guarded::start(command);
-        let own = listening(16);
-        child::send(mail.path(), "first", &own.handle);
-        let second: RmaHandle = child::receive(mail.path(), "handle").try_into().expect("a handle");
-        let handles = [own.handle, second];
-        let rank = own.connect(&handles, 0).expect("connect");
-        let memory = Window::host(1 << 20);
-        let mr = rank.register(&memory);
-        child::receive(mail.path(), "ready");
+        let (rank, mr, _memory, mut other) = beside_a_process(NAME, 1 << 20);
         let what = (at(mr, 0), 1 << 20, at(mr, 0));
         rank.wait(rank.put(what, 1, None)).expect("it lives");
         other.kill();

@@ -4,15 +4,17 @@
 use std::time::{Duration, Instant};
 
 use crate::support::flagcx::Object;
-use crate::support::one_sided::{ON, Rank, at, connected, moves_all_sizes, signals_follow_their_puts};
+use crate::support::one_sided::{ON, PATIENCE, Rank, at, connected, holds, moves_all_sizes, signals_follow_their_puts};
 use crate::support::rma::PutSignal;
 use crate::support::window::{
     Window, a_stream_waits, copies_are_late, copies_fail, copies_waiting, stand_in, the_context_ends,
 };
-use crate::support::{child, watchdog};
+use crate::support::{child, eventually, watchdog};
 use towline::host::Code;
 use towline::host::log::Capture;
 
+/// The registration may hold signals.
+const FORCE_SO: u64 = 1;
 /// NCCL's promise that nobody else writes the signals.
 const NEVER_RESET: u64 = 2;
 
@@ -44,7 +46,7 @@ fn puts_and_gets_of_all_sizes_arrive_in_a_gpus_memory() {
 fn a_visible_signal_means_that_all_earlier_copies_have_happened() {
     alone("rma_cuda::a_visible_signal_means_that_all_earlier_copies_have_happened", || {
         let _watchdog = watchdog(300);
-        for (round, flags) in (1..8_usize).flat_map(|places| [(places, 0), (places, NEVER_RESET)]) {
+        for (round, flags) in (1..8_usize).flat_map(|places| [(places, FORCE_SO), (places, FORCE_SO | NEVER_RESET)]) {
             copies_are_late([0, 1, 7][round % 3]);
             let place =
                 |which: usize, size| if round >> which & 1 == 1 { Window::gpu(size) } else { Window::host(size) };
@@ -79,6 +81,26 @@ fn a_signal_waits_for_copies_into_other_memory() {
         assert!(signals.is_filled_with(0) && window.is_filled_with(0));
         // The process ends here: these copies never do.
         std::mem::forget((ranks, source, window, signals));
+    });
+}
+
+/// So NCCL flushes when a graph waits for a signal.
+#[test]
+fn a_put_onto_itself_ends_when_all_that_has_come_is_in_place() {
+    alone("rma_cuda::a_put_onto_itself_ends_when_all_that_has_come_is_in_place", || {
+        let _watchdog = watchdog(60);
+        let ranks = connected(16, 2);
+        let (source, window) = (Window::host(4096), Window::gpu(4096));
+        source.fill(&[7; 4096]);
+        let [(from, to), _] = [0, 1].map(|rank: usize| (ranks[rank].register(&source), ranks[rank].register(&window)));
+        copies_are_late(2000);
+        let put = ranks[1].put((at(from, 0), 4096, at(to, 0)), 0, None);
+        eventually("the copy begins", PATIENCE, || (copies_waiting() > 0).then_some(()));
+        ranks[0].wait(ranks[0].put((at(to, 0), 8, at(to, 0)), 0, None)).expect("the flush ends");
+        assert_eq!(copies_waiting(), 0);
+        assert!(holds(&window, 0, &[7; 4096]));
+        ranks[1].wait(put).expect("the put ends");
+        ranks.into_iter().for_each(Rank::close);
     });
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline::host::{ApiVersion, Code, Context};
 
+use super::child::{self, Guarded, Mailbox};
 use super::faults::Dice;
 use super::flagcx::Object;
 use super::rma::{PutSignal, Rma, RmaHandle, Spot};
@@ -75,6 +76,40 @@ pub fn connected(version: u32, count: usize) -> Vec<Rank> {
     })
 }
 
+/// The role in which a test of [`beside_a_process`] plays rank 1.
+pub const OTHER: &str = "the other rank";
+
+/// Plays rank 1 of 2, with this much memory registered.
+pub fn lives_until_it_is_killed(size: usize) {
+    let own = listening(16);
+    let mail = child::mailbox();
+    child::send(&mail, "handle", &own.handle);
+    let first: RmaHandle = child::receive(&mail, "first").try_into().expect("a handle");
+    let handles = [first, own.handle];
+    let rank = own.connect(&handles, 1).expect("connect");
+    let memory = Window::host(size);
+    rank.register(&memory);
+    child::send(&mail, "ready", b"");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+/// Rank 0 of 2 with a registration, and the process of rank 1, which is the test `name` in the role [`OTHER`].
+pub fn beside_a_process(name: &str, size: usize) -> (Rank, Object, Window, Guarded) {
+    let mail = Mailbox::new();
+    let mut command = child::command(name, OTHER);
+    command.env(child::MAILBOX, mail.path());
+    let other = Guarded::start(command);
+    let own = listening(16);
+    child::send(mail.path(), "first", &own.handle);
+    let second: RmaHandle = child::receive(mail.path(), "handle").try_into().expect("a handle");
+    let handles = [own.handle, second];
+    let rank = own.connect(&handles, 0).expect("connect");
+    let memory = Window::host(size);
+    let mr = rank.register(&memory);
+    child::receive(mail.path(), "ready");
+    (rank, mr, memory, other)
+}
+
 pub fn pick(dice: &mut Dice, below: usize) -> usize {
     dice.roll(below as u64) as usize
 }
@@ -92,7 +127,10 @@ impl Rank {
 
     pub fn register_as(&self, window: &Window, flags: u64) -> Object {
         // SAFETY: each test keeps its memory until its groups are closed, or ends the registration before.
-        unsafe { self.rma.reg_mr(self.group, window.place(), window.kind(), flags) }.expect("regMrSym")
+        let mr = unsafe { self.rma.reg_mr(self.group, window.place(), window.kind(), flags) }.expect("regMrSym");
+        // NCCL keeps it in a signed number.
+        assert!(mr.raw().addr() < 1 << 63, "{mr:?}");
+        mr
     }
 
     pub fn put(&self, what: (Spot, usize, Spot), to: usize, signal: Option<PutSignal>) -> Object {
@@ -163,6 +201,10 @@ pub fn moves_all_sizes(version: u32, count: usize, make: impl Fn(usize, usize) -
             first.wait(get).expect("the get ends");
             assert!(holds(&target, most - size, &expected[most - size..]), "{size} bytes from rank {to}");
         }
+    }
+    for to in 0..count {
+        let get = first.rma.get(first.context, (NOWHERE, 0, NOWHERE), to as u32).expect("iget");
+        first.wait(get).expect("a get of nothing ends");
     }
     assert_eq!(first.rma.flush(first.context, mrs[0], 0), Ok(None));
     assert!(ranks.iter().all(|rank| rank.rma.has_error(rank.context) == Ok(false)));

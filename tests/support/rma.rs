@@ -161,6 +161,14 @@ impl Rma {
         Object::of(mr).ok_or(Code::NotOffered("a registration"))
     }
 
+    /// Offers memory by a file of DMA-BUF that is none.
+    pub fn reg_mr_dmabuf(&self, group: Object, (address, size): (usize, usize)) -> Result<Object> {
+        let mut mr = null_mut();
+        let address = address as *mut c_void;
+        call!(self.regMrSymDmaBuf(group.raw(), address, size, ffi::NCCL_PTR_DMABUF as c_int, 0, -1, 0, &raw mut mr))?;
+        Object::of(mr).ok_or(Code::NotOffered("a registration"))
+    }
+
     /// Ends a registration.
     pub fn dereg_mr(&self, group: Object, mr: Object) -> Result<()> {
         call!(self.deregMrSym(group.raw(), mr.raw()))

@@ -7,6 +7,7 @@ use super::super::cuda::simulation as gpu;
 use super::super::group::Group;
 use super::super::line::{RecvEnd, SendEnd};
 use super::super::outgoing::Outgoing;
+use super::super::peer::GOODBYE;
 use super::super::registry::Region;
 use super::super::wire::HEADER;
 use super::*;
@@ -20,8 +21,10 @@ struct Fake {
     place: Option<usize>,
     /// What it was sent: of each header its kind.
     sent: Arc<Mutex<Vec<u8>>>,
-    /// How its connection has failed.
+    /// How the connection from it has failed.
     failure: Arc<Mutex<Option<Error>>>,
+    /// How the connection to it has failed.
+    unsent: Arc<Mutex<Option<Error>>>,
     panics: bool,
 }
 
@@ -36,7 +39,7 @@ impl SendEnd for Fake {
     }
 
     fn is_sent(&mut self, _request: usize) -> Result<bool> {
-        Ok(self.takes.load(Ordering::Relaxed))
+        self.unsent.lock().unwrap().clone().map_or(Ok(self.takes.load(Ordering::Relaxed)), Err)
     }
 }
 
@@ -241,6 +244,29 @@ fn a_rank_that_goes_fails_what_was_under_way_and_what_comes_later() {
         let later = rank.put(1);
         rank.go_on(MOMENT);
         assert!(rank.test(later).is_err() && rank.group.failure().is_some());
+    }
+}
+
+/// A rank that leaves closes the connection to it while its goodbye is under way on the other one.
+#[test]
+fn a_goodbye_is_waited_for_when_nothing_can_be_sent() {
+    for says_goodbye in [true, false] {
+        let mut rank = Rank::new(LONG, Fake::default());
+        let put = rank.put(1);
+        rank.go_on(MOMENT);
+        *rank.other.unsent.lock().unwrap() = Some(Error::remote("the peer closed the connection").with_peer("other:1"));
+        rank.go_on(MOMENT);
+        assert!(!rank.test(put).unwrap(), "the goodbye may be under way");
+        if says_goodbye {
+            rank.hears(Header::new(Kind::Bye));
+            rank.go_on(MOMENT);
+            assert!(rank.test(put).unwrap() && rank.placer.losses.has(1) && rank.group.failure().is_none());
+        } else {
+            rank.go_on(GOODBYE);
+            let error = rank.test(put).expect_err("there is no goodbye");
+            assert!(error.to_string().contains("the peer closed the connection"), "{error}");
+            assert!(rank.group.failure().is_some());
+        }
     }
 }
 
