@@ -232,6 +232,11 @@ pub(crate) trait Sending: Connected {
     /// The part's memory must be readable until the request has ended, its registration has ended or the connection is
     /// closed, and its profiler handle valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
+
+    /// Ends the connection to a peer that does not answer. A backend may wait for the peer all the same.
+    fn abandon(&self) {
+        self.close();
+    }
 }
 
 /// A connection's receiving end.

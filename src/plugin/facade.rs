@@ -443,7 +443,20 @@ fn request(comm: usize, ticket: Ticket) -> usize {
 /// # Errors
 /// When there is no such communicator.
 pub(crate) fn close_send(comm: usize) -> Result<()> {
-    take(comm, "sending")
+    take(comm, "sending")?.close();
+    Ok(())
+}
+
+/// Closes a sending communicator without waiting for its peer, which has not answered for too long: what the peer has not
+/// acknowledged is lost.
+///
+/// # Errors
+/// When there is no such communicator.
+pub(crate) fn abandon_send(comm: usize) -> Result<()> {
+    if let Comm::Send(conn) = &*take(comm, "sending")? {
+        conn.abandon();
+    }
+    Ok(())
 }
 
 /// Closes a receiving communicator.
@@ -451,7 +464,8 @@ pub(crate) fn close_send(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such communicator.
 pub(crate) fn close_recv(comm: usize) -> Result<()> {
-    take(comm, "receiving")
+    take(comm, "receiving")?.close();
+    Ok(())
 }
 
 /// Closes a listener. Connections that it made stay open.
@@ -459,11 +473,12 @@ pub(crate) fn close_recv(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such listener.
 pub(crate) fn close_listen(listen: usize) -> Result<()> {
-    take(listen, "listening")
+    take(listen, "listening")?.close();
+    Ok(())
 }
 
-/// Takes a communicator back from NCCL, if it is of the wanted kind, and closes it.
-fn take(comm: usize, kind: &str) -> Result<()> {
+/// Takes a communicator back from NCCL, if it is of the wanted kind, for closing it.
+fn take(comm: usize, kind: &str) -> Result<Arc<Comm>> {
     let process = process();
     let owner = process.comms.get(comm)?;
     if owner.kind() != kind {
@@ -471,8 +486,7 @@ fn take(comm: usize, kind: &str) -> Result<()> {
     }
     process.comms.remove(comm)?;
     process.contexts.any(|context| context.open.forget(comm));
-    owner.close();
-    Ok(())
+    Ok(owner)
 }
 
 /// Accepts NCCL's hint about future operations. TCP has no choice that depends on it.

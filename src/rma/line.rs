@@ -13,6 +13,9 @@ pub(crate) trait SendEnd: Send {
     /// When the connection has failed.
     fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>>;
 
+    /// The other rank has not answered for too long: closing the end waits for it no more.
+    fn abandon(&mut self);
+
     /// Whether a request has ended.
     ///
     /// # Errors
@@ -37,11 +40,25 @@ pub(crate) trait RecvEnd: Send {
 }
 
 /// The end of one of the plugin's connections that sends. The connection may have ended with its context.
-pub(crate) struct NetSend(pub usize);
+pub(crate) struct NetSend {
+    comm: usize,
+    is_abandoned: bool,
+}
+
+impl NetSend {
+    /// Of this communicator.
+    pub(crate) fn new(comm: usize) -> Self {
+        Self { comm, is_abandoned: false }
+    }
+}
 
 impl SendEnd for NetSend {
     fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
-        facade::isend(self.0, Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() })
+        facade::isend(self.comm, Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() })
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
     }
 
     fn is_sent(&mut self, request: usize) -> Result<bool> {
@@ -51,7 +68,7 @@ impl SendEnd for NetSend {
 
 impl Drop for NetSend {
     fn drop(&mut self) {
-        let _ = facade::close_send(self.0);
+        let _ = if self.is_abandoned { facade::abandon_send(self.comm) } else { facade::close_send(self.comm) };
     }
 }
 

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::ptr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::gpu::{Gpu, Mark};
 use super::line::SendEnd;
@@ -65,13 +66,25 @@ pub(crate) struct Outgoing {
     begun: VecDeque<Moving>,
     /// Requests of the connection, the oldest first.
     under_way: VecDeque<(usize, Moving)>,
+    /// When the last of them ended.
+    sent: Option<Instant>,
 }
 
 impl Outgoing {
     /// To this rank, over this connection, which it closes when it goes.
     pub(crate) fn over(end: Box<dyn SendEnd>, rank: u32) -> Self {
         let (waiting, begun, under_way) = Default::default();
-        Self { end, lane: Lane::to(rank), waiting, begun, under_way }
+        Self { end, lane: Lane::to(rank), waiting, begun, under_way, sent: None }
+    }
+
+    /// See [`SendEnd::abandon`].
+    pub(crate) fn abandon(&mut self) {
+        self.end.abandon();
+    }
+
+    /// When a part of a message was last sent. A part that the connection has only taken is no sign of the other rank.
+    pub(crate) fn sent(&self) -> Option<Instant> {
+        self.sent
     }
 
     /// Appends a message.
@@ -119,6 +132,7 @@ impl Outgoing {
                 break;
             }
             moved = true;
+            self.sent = Some(Instant::now());
             let Some((_, moving)) = self.under_way.pop_front() else { break };
             if let Some((slot, _)) = moving.copy {
                 self.lane.give_back(slot);

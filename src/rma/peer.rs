@@ -119,8 +119,8 @@ pub(crate) struct Peer {
     unsent: Option<(Instant, Error)>,
     /// It has put into memory whose registration has ended here.
     was_late: bool,
-    /// When something last came of it, or was known to have arrived there.
-    moved: Option<Instant>,
+    /// When something last arrived from the peer.
+    arrived: Option<Instant>,
 }
 
 impl Peer {
@@ -143,7 +143,7 @@ impl Peer {
             has_left: false,
             unsent: None,
             was_late: false,
-            moved: None,
+            arrived: None,
         }
     }
 
@@ -152,9 +152,9 @@ impl Peer {
         self.rank
     }
 
-    /// When something last came of it, or was known to have arrived there.
+    /// When something last arrived from the peer, or was sent to it.
     pub(crate) fn moved(&self) -> Option<Instant> {
-        self.moved
+        self.arrived.max(self.outgoing.sent())
     }
 
     /// Its process.
@@ -185,6 +185,12 @@ impl Peer {
     /// Whether it has said goodbye.
     pub(crate) fn has_left(&self) -> bool {
         self.has_left
+    }
+
+    /// The peer has not answered for too long: closing its connections waits for it no more. On the one that receives, a receive is
+    /// posted until the peer's goodbye, so its close does not wait in any case.
+    pub(crate) fn abandon(&mut self) {
+        self.outgoing.abandon();
     }
 
     /// Whether a transfer uses this registration.
@@ -259,9 +265,6 @@ impl Peer {
             self.note(request, own.requests, |pending| pending.read = true);
         }
         let arrived = self.take_what_arrives(own)?;
-        if arrived || matches!(sent, Ok(true)) {
-            self.moved = Some(Instant::now());
-        }
         if self.has_left {
             return Ok(true);
         }
@@ -286,6 +289,7 @@ impl Peer {
         while let Some((request, _)) = self.posted.front() {
             let Some(came) = self.recv.received(*request)? else { break };
             moved = true;
+            self.arrived = Some(Instant::now());
             let Some((_, arrived)) = self.posted.pop_front() else { break };
             let expected = match &arrived {
                 Arriving::Header(_) => HEADER,

@@ -317,6 +317,7 @@ impl Placer {
                         let hint = "is that rank stopped? The larger of TOWLINE_PEER_TIMEOUT and TOWLINE_RECONNECT_TIMEOUT is \
                                     how long it is waited for";
                         let error = Error::usage(why).with_hint(hint);
+                        peer.abandon();
                         end(other, shared, losses, &error, closes.is_some());
                     }
                 }
@@ -340,6 +341,7 @@ impl Placer {
             if let Other::Alive(peer) = other
                 && !self.patience.lasts(peer.process(), since, peer.moved())
             {
+                peer.abandon();
                 end(other, &self.shared, &mut self.losses, &Error::remote("it said no goodbye"), true);
             }
         }

@@ -74,7 +74,7 @@ pub(crate) fn connect(
                 Some(connected) => drop(connected.advance(&mut unread)?),
                 place => {
                     if let Some(comm) = facade::connect(Some(ctx), dev, None, handle)? {
-                        let mut connected = Outgoing::over(Box::new(NetSend(comm)), to as u32);
+                        let mut connected = Outgoing::over(Box::new(NetSend::new(comm)), to as u32);
                         let hello = Header { region: rank, size: u64::from(ranks), ..Header::new(Kind::Hello) };
                         connected.push(Message::bare(&hello));
                         *place = Some(connected);

@@ -81,6 +81,8 @@ impl SendEnd for End {
         Ok(Some(with(self.connection, |it| it.link.send(data.expose_provenance(), size))))
     }
 
+    fn abandon(&mut self) {}
+
     fn is_sent(&mut self, request: usize) -> Result<bool> {
         Ok(self.ask(request, |link| link.is_sent(request).then_some(()))?.is_some())
     }

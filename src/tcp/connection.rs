@@ -349,12 +349,21 @@ impl<D: Direction> Connection<D> {
     /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
     /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
     pub(crate) fn close(&self) {
-        if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            D::say_goodbye(self);
-        } else {
-            self.closing.store(true, Ordering::Release);
-            self.end_early("closed the connection");
+        if self.requests.outstanding() > 0 || self.health.is_failed() {
+            return self.abandon();
         }
+        D::say_goodbye(self);
+        self.finish();
+    }
+
+    /// Ends the connection without waiting for the peer. What it has not acknowledged is lost.
+    pub(crate) fn abandon(&self) {
+        self.closing.store(true, Ordering::Release);
+        self.end_early("closed the connection");
+        self.finish();
+    }
+
+    fn finish(&self) {
         self.quiesce();
         D::closed(self);
         tracing::debug!(target: NET, "closed the connection {} {}: {}", Self::TOWARDS, self.peer, self.counters);

@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded};
 use crate::support::flagcx::Object;
-use crate::support::one_sided::{NOWHERE, ON, PATIENCE, Rank, at, connected, content, holds, listening};
+use crate::support::one_sided::{
+    NOWHERE, ON, OTHER, PATIENCE, Rank, at, beside_a_process, connected, content, holds, listening,
+    lives_until_it_is_killed,
+};
 use crate::support::proxy::Proxy;
 use crate::support::rma::{PutSignal, RmaHandle};
 use crate::support::window::Window;
@@ -139,6 +142,30 @@ fn after_the_end_of_a_context_its_puts_read_nothing() {
             rank.rma.close_group(rank.group).expect("closeColl");
             rank.rma.finalize(rank.ctx).expect("finalize");
         }
+    });
+}
+
+/// The wait for its goodbye has found it silent, so closing its connections waits no more.
+#[test]
+fn a_stopped_rank_is_waited_for_once() {
+    const NAME: &str = "rma_ends::a_stopped_rank_is_waited_for_once";
+    const LIMIT: Duration = Duration::from_secs(4);
+    if child::role().as_deref() == Some(OTHER) {
+        return lives_until_it_is_killed(4096);
+    }
+    let variables = [ON, ("TOWLINE_PEER_TIMEOUT", "4"), ("TOWLINE_RECONNECT_TIMEOUT", "4")];
+    child::alone(NAME, &variables, || {
+        let _watchdog = watchdog(60);
+        let (rank, mr, _memory, other) = beside_a_process(NAME, 4096);
+        // SAFETY: a process of this test's own.
+        assert_eq!(unsafe { libc::kill(other.id(), libc::SIGSTOP) }, 0);
+        // The connection has a copy of it, so its source is free at once, and the wait is for the goodbye.
+        rank.put((at(mr, 0), 8, at(mr, 8)), 1, None);
+        let start = Instant::now();
+        rank.rma.dereg_mr(rank.group, mr).expect("deregMrSym");
+        rank.close();
+        let took = start.elapsed();
+        assert!((LIMIT..LIMIT + LIMIT / 3).contains(&took), "{took:?}");
     });
 }
 

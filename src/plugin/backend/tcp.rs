@@ -101,6 +101,10 @@ impl Sending for SendConn {
         // SAFETY: the caller keeps the same promise.
         unsafe { self.isend(part.data, part.size, part.tag, part.profiler) }
     }
+
+    fn abandon(&self) {
+        self.abandon();
+    }
 }
 
 impl Receiving for RecvConn {

@@ -25,6 +25,7 @@ struct Fake {
     failure: Arc<Mutex<Option<Error>>>,
     /// How the connection to it has failed.
     unsent: Arc<Mutex<Option<Error>>>,
+    is_abandoned: Arc<AtomicBool>,
     panics: bool,
 }
 
@@ -36,6 +37,10 @@ impl SendEnd for Fake {
             self.sent.lock().unwrap().push(unsafe { *data.add(4) });
         }
         Ok(Some(1))
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned.store(true, Ordering::Relaxed);
     }
 
     fn is_sent(&mut self, _request: usize) -> Result<bool> {
@@ -151,9 +156,13 @@ fn a_rank_that_never_lets_go_of_memory_is_ended_and_the_log_says_so() {
     let given_back = rank.ask(|done| Command::Withdraw { region: 1, done });
     rank.placer.turn();
     assert!(given_back.try_recv().is_err());
-    rank.go_on(PATIENCE);
+    for _ in 0..8 {
+        // The connection takes them. That is no sign of the other rank.
+        rank.put(2);
+        rank.go_on(PATIENCE / 8);
+    }
     rank.placer.turn();
-    assert!(given_back.try_recv().is_ok());
+    assert!(given_back.try_recv().is_ok() && rank.other.is_abandoned.load(Ordering::Relaxed));
     let error = rank.test(put).expect_err("its source is gone");
     assert!(error.to_string().contains("rank 1") && error.hint().is_some(), "{error}");
     assert!(!error.report_once(), "it has been said");
