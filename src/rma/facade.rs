@@ -26,13 +26,15 @@ pub(crate) struct At {
     pub offset: u64,
 }
 
-/// Begins, or says why not. NCCL (2.30.7, `plugin/rma.cc`) disables a library that declines for all communicators of the process,
-/// and does not even end what they have begun; so once one has begun, none is declined.
+/// Makes a context for a communicator's one-sided operations, or says why Towline declines. NCCL (2.30.7, `plugin/rma.cc`)
+/// disables a library that declines for all communicators of the process, and does not even end what they have begun. So once
+/// one has begun, none is declined.
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
 pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
-    // Over both: else the last one ends while another sees it, or two see none.
+    // Held until the count has changed: another thread must not end the last communicator meanwhile, nor decline because it
+    // sees none.
     let mut begun = state().begun();
     let traffic_class = match facade::offers_one_sided(comm) {
         Ok(class) => class,
@@ -56,11 +58,11 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     Ok(Ok(ctx))
 }
 
-/// Ends what `init` gave, and what NCCL has left behind: where a group's set-up fails it closes nothing (2.30.7, `rma_proxy.cc`,
-/// `ncclRmaProxyConnectOnce`).
+/// Ends the context that `init` gave, and closes what NCCL has left open: when the set-up of a group fails, NCCL closes nothing
+/// (2.30.7, `rma_proxy.cc`, `ncclRmaProxyConnectOnce`).
 ///
 /// # Errors
-/// When it did not.
+/// When there is no such context.
 pub(crate) fn finalize(ctx: usize) -> Result<()> {
     for id in state().take_opened(ctx) {
         let _ = state().contexts.remove(id);
@@ -85,7 +87,7 @@ pub(crate) fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
 /// Connects all ranks, whose handles these are, and gives the group's id. It waits for them.
 ///
 /// # Errors
-/// When that does not come about in time.
+/// When the ranks are not all connected in time.
 pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usize> {
     let object = state().objects.get(listener)?;
     let Object::Listener { ctx, dev, listener } = *object else {
@@ -98,7 +100,7 @@ pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Res
     insert(ctx, Object::Group { ctx, group: Arc::new(group) })
 }
 
-/// Keeps what NCCL is to close before it ends `ctx`, and gives its id.
+/// Keeps an object that NCCL must close before it ends `ctx`, and gives its id.
 fn insert(ctx: usize, object: Object) -> Result<usize> {
     let id = state().objects.insert(Arc::new(object))?.encode();
     state().open(ctx, id);
@@ -198,7 +200,7 @@ pub(crate) fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> R
 /// Whether a request has ended.
 ///
 /// # Errors
-/// When it failed, or there is none such.
+/// When it failed, or there is no such request.
 pub(crate) fn test(id: usize, request: usize) -> Result<bool> {
     group(id)?.shared.requests.test(request as u64)
 }
@@ -226,7 +228,7 @@ pub(crate) fn close_group(id: usize) -> Result<()> {
 /// Closes a listener.
 ///
 /// # Errors
-/// When there is none such.
+/// When there is no such listener.
 pub(crate) fn close_listener(id: usize) -> Result<()> {
     match *state().objects.get(id)? {
         Object::Listener { listener, .. } => {

@@ -1,8 +1,8 @@
 //! A GPU whose memory is registered in a group: a stream of the group's own, in which copies happen one after the other, and
 //! the marks that tell how far it has come.
 //!
-//! The placer alone appends to the stream and asks how far it is. Nothing is made and nothing waited for there: stream, events
-//! and page-locked memory come with the first registration of the GPU's memory.
+//! The placer alone appends to the stream and asks how far it is. It allocates nothing and waits for nothing: stream, events and
+//! page-locked memory are made with the first registration of the GPU's memory.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -13,7 +13,7 @@ use super::staging::Staging;
 use super::wire::PIECE;
 use crate::os::error::{Error, Result};
 
-/// How many places of a stream can be told apart. With more under way the last one stands for those behind it, too.
+/// How many places of a stream can be told apart. With more operations under way, the last event stands for several of them.
 const EVENTS: usize = 64;
 
 /// Bytes of a cell, so that what is behind it is aligned.

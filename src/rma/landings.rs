@@ -1,7 +1,7 @@
-//! What has come from one rank and is on its way into memory: copies of GPUs happen later than they are begun.
+//! Operations that have arrived from one rank and are on their way into memory: copies to a GPU happen after they are begun.
 //!
-//! Operations are done in the order in which they came. A signal waits for all bytes before it, unless they are in the stream
-//! of the GPU that holds the signal: there it is put behind them at once.
+//! Operations end in the order in which they arrived. A signal waits for all bytes before it, unless their copies are in the
+//! stream of the GPU that holds the signal: that stream takes it behind them at once.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ struct Landing {
     signal: Step,
 }
 
-/// A rank's, the oldest first.
+/// The landings of one rank, the oldest first.
 #[derive(Default)]
 pub(crate) struct Landings(VecDeque<Landing>);
 

@@ -1,8 +1,8 @@
-//! What gets lost without an error, because an abort must not wait for it: the log tells of it, once for each rank.
+//! Puts that are dropped without an error, because an abort must not wait for them. The log reports them, once for each rank.
 
 use super::loud::say;
 
-/// Of one group.
+/// The losses of one group.
 #[derive(Default)]
 pub(crate) struct Losses {
     /// Ranks to which a put was dropped. Later ones are dropped, too: their signals would promise what was dropped.

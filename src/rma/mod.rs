@@ -1,12 +1,12 @@
 //! One-sided operations: puts, signals and gets as messages over Towline's own connections.
 //!
 //! For each other rank a [`Group`](group::Group) has a connection in each direction. Its placer thread ([`placer`]) sends what NCCL's proxy
-//! thread asks for, and carries out what the other ranks ask for: it is the only one that uses the connections. All that goes
-//! from one rank to another arrives in order, so a signal never overtakes an earlier put.
+//! thread asks for, and carries out what the other ranks ask for; no other thread uses the connections. All messages from one
+//! rank to another arrive in order, so a signal never overtakes an earlier put.
 //!
 //! Connections carry bytes of host memory. Those of a GPU's memory go through page-locked memory ([`staging`]), by copies in a
-//! stream of the group's own ([`gpu`]), whose end the placer asks for; it waits for none. What has come from a rank is done in
-//! order ([`landings`]).
+//! stream of the group's own ([`gpu`]). The placer polls for the end of each copy and never waits for one. Operations that have
+//! arrived from a rank end in the order in which they arrived ([`landings`]).
 //!
 //! The room rests on [`crate::plugin::facade`], so keys, checksums, several streams and recovery hold here too.
 

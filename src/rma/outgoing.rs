@@ -21,10 +21,10 @@ pub(crate) struct Message {
     /// Boxed, because the connection may read it until its request is done.
     header: Box<[u8; HEADER]>,
     is_begun: bool,
-    /// What is not on its way yet.
+    /// Where the bytes begin that are not on their way yet, and how many they are.
     address: usize,
     left: usize,
-    /// The GPU that has it.
+    /// The GPU that has them.
     gpu: Option<Arc<Gpu>>,
     /// Own registration that is read; 0 for none.
     region: u32,
@@ -50,9 +50,9 @@ impl Message {
 struct Moving {
     address: usize,
     size: usize,
-    /// The slot that it is copied to, and when it is there.
+    /// The staging slot to which it is copied first, and the mark of that copy.
     copy: Option<(usize, Mark)>,
-    /// The message, with its last part.
+    /// The whole message; set in its last part.
     message: Option<Message>,
 }
 

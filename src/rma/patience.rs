@@ -1,5 +1,6 @@
-//! How long a rank is waited for that may be stopped: until transfers leave memory that is taken back, and until its goodbye.
-//! All waits for one process share their time: NCCL ends windows, contexts and groups one after the other, in one thread.
+//! How long the placer waits for a rank that may be stopped: until its transfers have left memory that NCCL takes back, and until
+//! its goodbye. NCCL ends windows, contexts and groups one after the other, in one thread, so all waits for one process share
+//! their time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use crate::plugin::facade::Silences;
 /// The least time of a wait for a process that has used up the common one: it may go on by now.
 const LEAST: Duration = Duration::from_secs(2);
 
-/// Of one group.
+/// The patience of one group.
 pub(crate) struct Patience {
     limit: Duration,
     silences: Arc<Mutex<Silences>>,
@@ -26,8 +27,8 @@ impl Patience {
         self.silences.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a process is waited for, by a wait that began at `since`. When not, that is remembered for the next wait. `moved`:
-    /// when something of it last came over the connection in question. It was not silent then, whatever another one showed.
+    /// Whether a wait for a process that began at `since` goes on. When it does not, that is remembered for the next wait. `moved`:
+    /// when something last came over the connection in question. The process was not silent then, whatever another wait found.
     pub(crate) fn lasts(&self, process: &str, since: Instant, moved: Option<Instant>) -> bool {
         let (mut silences, now) = (self.silences(), Instant::now());
         let since = moved.map_or(since, |moved| moved.max(since));
@@ -40,7 +41,7 @@ impl Patience {
         false
     }
 
-    /// A process has done what it was waited for.
+    /// A process has done what a wait was for.
     pub(crate) fn answered(&self, process: &str) {
         self.silences().answered(process);
     }

@@ -1,7 +1,7 @@
 //! Another rank of a group: what is under way to it, and what arrives from it.
 //!
-//! It knows no thread: the placer calls [`Peer::advance`] again and again. Whatever a header says, bytes are placed inside
-//! registrations only: others go nowhere, and the rank that sent them is told.
+//! There is no thread in it: the placer calls [`Peer::advance`] again and again. Whatever a header says, bytes are placed inside
+//! registrations only. Other bytes are dropped, and the rank that sent them gets a refusal.
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr;
@@ -25,12 +25,12 @@ const POSTED: usize = 16;
 /// How long a goodbye may be under way after its rank has closed the other connection.
 pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
-/// A get: where its bytes belong.
+/// A range of registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Own registration.
+    /// The registration; 0 for none.
     pub region: u32,
-    /// The place in it.
+    /// Where the range begins in it.
     pub offset: u64,
     /// How many bytes.
     pub size: u64,
@@ -42,12 +42,12 @@ struct Pending {
     read: bool,
     answered: bool,
     refused: bool,
-    /// Of a get.
+    /// Where the bytes of a get belong; none for a put.
     place: Option<Place>,
 }
 
 impl Pending {
-    /// What the answer of this rank says.
+    /// How the request ends, by the peer's answer.
     fn outcome(&self, rank: u32) -> Result<()> {
         if self.refused { Err(refusal(rank)) } else { Ok(()) }
     }
@@ -60,9 +60,9 @@ struct Finish {
     refused: bool,
 }
 
-/// What follows a header and has no receive yet.
+/// The bytes behind a header for which no receive is posted yet.
 struct Pieces {
-    /// None where the bytes go nowhere.
+    /// Where they belong; none where they are dropped.
     to: Option<Spot>,
     left: usize,
     region: u32,
@@ -75,26 +75,26 @@ enum Arriving {
     Piece {
         size: usize,
         region: u32,
-        /// The slot that it comes to, and where in a GPU's memory it is copied to.
+        /// The staging slot that receives it, and the place in a GPU's memory to which it is copied from there.
         copy: Option<(usize, Spot)>,
         finish: Option<Finish>,
     },
 }
 
-/// What the own rank's side of a transfer needs.
+/// What a peer needs of the own rank.
 pub(crate) struct Own<'a> {
-    /// Its registrations.
+    /// The own rank's registrations.
     pub registry: &'a Registry,
-    /// Its requests.
+    /// The own rank's requests.
     pub requests: &'a Requests,
-    /// Its signals.
+    /// The own rank's signals.
     pub signals: &'a mut Signals,
 }
 
 /// Another rank.
 pub(crate) struct Peer {
     rank: u32,
-    /// Its host and process.
+    /// The peer's `host:process`.
     process: String,
     /// Closed before the headers go, into which the connection may still write.
     recv: Box<dyn RecvEnd>,
@@ -109,22 +109,23 @@ pub(crate) struct Peer {
     /// Where refused bytes go.
     nowhere: Vec<u8>,
     pending: HashMap<u64, Pending>,
-    /// This rank leaves, and owes the other answers for so many landings first: they are in place, and no loss.
+    /// Set when this rank leaves: how many answers it sends before its goodbye. Without them the peer would report puts as lost
+    /// that are in place.
     owes: Option<usize>,
     /// This rank has said goodbye.
     has_said_goodbye: bool,
-    /// The other has.
+    /// The peer has said goodbye.
     has_left: bool,
     /// When sending failed, and why.
     unsent: Option<(Instant, Error)>,
-    /// It has put into memory whose registration has ended here.
+    /// The peer has put into memory whose registration has ended here.
     was_late: bool,
     /// When something last arrived from the peer.
     arrived: Option<Instant>,
 }
 
 impl Peer {
-    /// Of this process, over these two connections, which it closes when it goes.
+    /// The rank that runs in this process, over these two connections, which are closed when the peer is dropped.
     pub(crate) fn new(rank: u32, process: String, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
         Self {
             rank,
@@ -174,7 +175,7 @@ impl Peer {
         answered.map(|(&request, pending)| (request, pending.outcome(self.rank)))
     }
 
-    /// Whether nothing is missing: no request waits for its answer, and nothing that it began is on its way.
+    /// Whether nothing is under way: no request waits for the peer's answer, and no transfer that the peer began is unfinished.
     pub(crate) fn is_quiet(&self) -> bool {
         self.unanswered().next().is_none()
             && self.pieces.is_none()
@@ -182,7 +183,7 @@ impl Peer {
             && self.posted.iter().all(|(_, it)| matches!(it, Arriving::Header(_)))
     }
 
-    /// Whether it has said goodbye.
+    /// Whether the peer has said goodbye.
     pub(crate) fn has_left(&self) -> bool {
         self.has_left
     }

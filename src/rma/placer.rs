@@ -38,19 +38,19 @@ enum Other {
     Own,
 }
 
-/// Memory of the application's that it wants back.
+/// Memory that NCCL takes back, and how far that is.
 struct Withdrawal {
     memory: Memory,
     since: Instant,
-    /// How far the GPUs must come, once no transfer uses it.
+    /// How far the GPUs' streams must come; known once no transfer uses the memory.
     copies: Option<Vec<Mark>>,
     done: SyncSender<()>,
 }
 
 enum Memory {
-    /// A registration's.
+    /// The memory of this registration.
     Region(u32),
-    /// What these puts read.
+    /// The sources of these puts.
     Sources(Vec<u64>),
 }
 
@@ -334,7 +334,7 @@ impl Placer {
         });
     }
 
-    /// Waits no longer for the goodbyes of ranks that have had their time.
+    /// Gives up the ranks that have not said goodbye in time.
     fn end_goodbyes(&mut self) {
         let Some(since) = self.closes else { return };
         for other in &mut self.others {
@@ -355,7 +355,7 @@ impl Drop for Placer {
     }
 }
 
-/// How an operation with a rank fails.
+/// The error with which operations on this rank fail.
 fn ended(peer: &Peer, error: &Error) -> Error {
     let mut told =
         Error::new(error.cause(), format!("one-sided operations with rank {} end: {}", peer.rank(), error.what()));
@@ -388,7 +388,7 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);
     let has_left = peer.has_left() && error.cause() == Cause::Remote;
-    // The connection says so itself: a message that the placer does not understand names no peer.
+    // An error of the connection names the peer; one about a message that the placer does not understand names none.
     let has_gone = peer.is_quiet() && error.cause() == Cause::Remote && error.peer().is_some();
     let rank = peer.rank();
     let (failed, lost): (Vec<_>, Vec<_>) = peer.unanswered().partition(|(_, is_get)| *is_get || !has_left);
@@ -407,7 +407,7 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     }
     shared.tell_failure(&told);
     if has_gone {
-        // No loud line: so end processes that do not destroy their communicators.
+        // No loud line: a process that exits without destroying its communicator looks like this.
         return tracing::info!("rank {rank} has gone without a goodbye, with nothing under way: {error}");
     }
     if !quietly {

@@ -1,4 +1,4 @@
-//! What a process has of the room: everything that NCCL holds an id of.
+//! The one-sided state of a process: every object of which NCCL holds an id.
 //!
 //! A forked child gets a fresh state: the threads and connections of its parent's groups do not exist there, so its parent's
 //! ids name nothing.
@@ -14,7 +14,7 @@ use crate::engine::table::Table;
 use crate::os::fork;
 use crate::plugin::facade::Silences;
 
-/// What NCCL holds.
+/// An object of which NCCL holds an id.
 pub(crate) enum Object {
     /// A listener, with its context and device.
     Listener {
@@ -34,20 +34,20 @@ pub(crate) enum Object {
     },
 }
 
-/// All of them.
+/// All objects of a process.
 pub(crate) struct State {
     generation: u32,
     /// Listeners and groups.
     pub objects: Table<Object>,
     /// What `createContext` makes: another name for a group, since all contexts of a pair of ranks share its connections.
     pub contexts: Table<Group>,
-    /// At signals in a GPU's memory.
+    /// The turns of all groups at signals in a GPU's memory.
     pub turns: Arc<Turns>,
-    /// Of the processes that this one has waited for.
+    /// The processes for which a group has waited in vain.
     pub silences: Arc<Mutex<Silences>>,
     /// How many communicators have begun and not ended.
     begun: Mutex<usize>,
-    /// Ids of what NCCL has not closed, each with its `init`'s.
+    /// The ids that NCCL has not closed, each behind the context that it belongs to.
     opened: Mutex<Vec<(usize, usize)>>,
 }
 
@@ -56,22 +56,22 @@ impl State {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// NCCL gets this id from what `init` called `ctx`.
+    /// Notes that NCCL has got this id, which belongs to the context `ctx`.
     pub(crate) fn open(&self, ctx: usize, id: usize) {
         self.opened().push((ctx, id));
     }
 
-    /// NCCL closes this id.
+    /// Notes that NCCL has closed this id.
     pub(crate) fn close(&self, id: usize) {
         self.opened().retain(|(_, open)| *open != id);
     }
 
-    /// The ids that NCCL has left behind.
+    /// Takes the ids of a context that NCCL has not closed.
     pub(crate) fn take_opened(&self, ctx: usize) -> Vec<usize> {
         self.opened().extract_if(.., |(of, _)| *of == ctx).map(|(_, id)| id).collect()
     }
 
-    /// How many communicators have begun and not ended. No other begins or ends meanwhile.
+    /// How many communicators have begun and not ended. While the guard is held, none begins or ends.
     pub(crate) fn begun(&self) -> MutexGuard<'_, usize> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }

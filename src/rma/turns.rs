@@ -4,7 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// All of a process.
+/// All turns of a process.
 #[derive(Default)]
 pub(crate) struct Turns(Mutex<Inner>);
 
@@ -38,7 +38,8 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// Whether it has come: no other stream's is before it. What one stream does, it does in order.
+    /// Whether it has come: no turn of another stream is before it. Turns of one stream need not wait for each other, since the
+    /// stream keeps their order.
     pub(crate) fn has_come(&self) -> bool {
         let inner = self.turns.inner();
         let Some(waiting) = inner.waiting.get(&self.address) else { return true };
