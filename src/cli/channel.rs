@@ -56,7 +56,9 @@ impl Channel {
                 Ok(sent) => rest = &rest[sent..],
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    return Err(Error::remote(format!("telling the other side failed: {error}")).with_peer(&self.peer));
+                    return Err(
+                        Error::remote(format!("sending to the other side failed: {error}")).with_peer(&self.peer)
+                    );
                 }
             }
         }
@@ -65,7 +67,7 @@ impl Channel {
 
     pub(crate) fn receive<T: DeserializeOwned>(&mut self) -> Result<T> {
         let line = self.receive_line()?;
-        let strange = |error| Error::remote(format!("it does not speak towline's language: {error}"));
+        let strange = |error| Error::remote(format!("it does not speak towline's protocol: {error}"));
         serde_json::from_slice(&line)
             .map_err(|error| strange(error).with_peer(&self.peer).with_hint("use the same version on both sides"))
     }
@@ -119,7 +121,9 @@ impl Channel {
                     return Err(Error::remote("the other side did not answer in time").with_peer(&self.peer));
                 }
                 Err(error) => {
-                    return Err(Error::remote(format!("hearing the other side failed: {error}")).with_peer(&self.peer));
+                    return Err(
+                        Error::remote(format!("receiving from the other side failed: {error}")).with_peer(&self.peer)
+                    );
                 }
             }
         }
@@ -168,7 +172,7 @@ pub(crate) mod tests {
         let (mut one, other) = UnixStream::pair().unwrap();
         let mut other = Channel::unix(other, "someone");
         one.write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        assert!(other.receive::<i32>().unwrap_err().to_string().contains("language"));
+        assert!(other.receive::<i32>().unwrap_err().to_string().contains("protocol"));
         let flood = std::thread::spawn(move || {
             let line = vec![b'x'; 4 << 20];
             let _ = one.write_all(&line);

@@ -87,7 +87,7 @@ pub(crate) fn describe(ending: ExitStatus) -> String {
         (None, Some(libc::SIGKILL)) => "was killed (SIGKILL)".to_owned(),
         (None, Some(libc::SIGSEGV)) => "crashed (SIGSEGV)".to_owned(),
         (None, Some(libc::SIGABRT)) => "aborted (SIGABRT)".to_owned(),
-        (None, Some(libc::SIGPIPE)) => "was ended by SIGPIPE, which the plugin let through".to_owned(),
+        (None, Some(libc::SIGPIPE)) => "was ended by SIGPIPE, which the plugin did not prevent".to_owned(),
         (None, Some(signal)) => format!("was ended by signal {signal}"),
         (None, None) => "ended".to_owned(),
     }

@@ -93,8 +93,8 @@ impl Base {
         true
     }
 
-    /// Looks for the other side, once, when the control channel was cut or has just fallen silent: the connecting side
-    /// connects, the listening side calls.
+    /// Reaches the other side, once, when the control channel was cut or has just fallen silent: the connecting
+    /// side connects, the listening side calls.
     pub(super) fn seek<D: Direction>(&self, conn: &Arc<Connection<D>>) {
         match self.side {
             Side::Connecting => {

@@ -34,7 +34,7 @@ impl Drops {
         starts + self.states.load(Ordering::Relaxed) + self.stops.load(Ordering::Relaxed)
     }
 
-    /// By what they would have told: that calls were entered, that something ended, what is waited for.
+    /// By kind: calls that were entered, ends, waits.
     pub(super) fn by_meaning(&self) -> [u64; 3] {
         let of = |kinds: &[Kind]| kinds.iter().map(|&kind| self.starts[kind as usize].load(Ordering::Relaxed)).sum();
         let calls: u64 = of(&[Kind::Coll, Kind::P2p, Kind::CeColl]);

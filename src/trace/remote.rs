@@ -90,7 +90,7 @@ pub(crate) fn ask(stream: &TcpStream, key: &SharedKey, patience: Duration, longe
     stream.read_exact(&mut greeting).map_err(|error| match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => io::Error::new(
             io::ErrorKind::PermissionDenied,
-            "it closed the connection, as to a client that does not have its key or is one too many",
+            "it closed the connection, as it does when the client lacks its key or it has too many clients",
         ),
         _ => error,
     })?;

@@ -167,7 +167,7 @@ fn answer(requests: &Sender<Request>, word: &str) -> String {
         "summary" => ask(requests, Request::Summary),
         "metrics" => ask(requests, Request::Metrics),
         "flush" => ask(requests, Request::Flush),
-        _ => return "say status, summary, metrics or flush\n".into(),
+        _ => return "send status, summary, metrics or flush\n".into(),
     };
     answer.unwrap_or_else(|| "the profiler is busy\n".into())
 }

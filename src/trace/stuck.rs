@@ -33,7 +33,7 @@ struct Stuck {
     sentence: String,
 }
 
-/// A look at all processes.
+/// A poll of all processes' states.
 struct Look {
     stuck: Vec<Stuck>,
     answer: Receiver<Vec<Finding>>,

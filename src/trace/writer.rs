@@ -55,7 +55,7 @@ struct Status {
     network: Network,
     beat: u64,
     boot: u64,
-    /// By what they would have told: how many events have found no room, and when that number last grew.
+    /// By kind: how many events were dropped, and when that number last grew.
     drops: [u64; 3],
     gaps: [Option<u64>; 3],
     /// As in the state.

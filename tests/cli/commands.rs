@@ -668,8 +668,8 @@ fn send_recv_runs_between_hosts_and_shrugs_off_a_stranger() {
     stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let mut answer = String::new();
     let _ = stranger.read_to_string(&mut answer);
-    assert!(answer.contains("towline's language"), "{answer}");
-    assert!(said.next().unwrap().unwrap().contains("towline's language"));
+    assert!(answer.contains("towline's protocol"), "{answer}");
+    assert!(said.next().unwrap().unwrap().contains("towline's protocol"));
 
     let arguments = ["send-recv", "-e", "64K", "-f", "8192", "--repetitions", "1", "--time", "5", "--compare"];
     let output = run(&[&arguments[..], &["--connect", &address]].concat());

@@ -387,7 +387,7 @@ fn a_running_job_answers_on_its_control_socket_and_over_http() {
     assert!(summary.contains("send to 1") && summary.contains("(alive)"), "{summary}");
     let path = ask("flush").unwrap();
     assert_eq!(check::load(path.trim().as_ref()).processes[0].comms.len(), 1);
-    assert!(ask("nonsense").unwrap().contains("say status, summary"));
+    assert!(ask("nonsense").unwrap().contains("send status, summary"));
 
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();

@@ -157,7 +157,7 @@ impl Ranks {
             match child.wait() {
                 Some(ending) if !ending.success() => {
                     let what = format!("rank {rank} {} after its work was done", describe(ending));
-                    return Err(Error::remote(what).with_hint("the plugin does not survive its own end"));
+                    return Err(Error::remote(what).with_hint("the plugin fails while it is being closed"));
                 }
                 _ => {}
             }
@@ -178,7 +178,7 @@ impl Ranks {
     fn gather<T>(&mut self, doing: &str, wanted: impl Fn(FromRank) -> Option<T>) -> Result<Vec<T>> {
         let mut answers: Vec<Option<T>> = (0..self.channels.len()).map(|_| None).collect();
         while answers.iter().any(Option::is_none) {
-            let (rank, message) = self.events.recv().map_err(|_| Error::internal("no rank is left to listen to"))?;
+            let (rank, message) = self.events.recv().map_err(|_| Error::internal("no rank is connected any more"))?;
             let failure = match message {
                 Ok(FromRank::Failed { error }) => Failure::Told { rank, error },
                 Err(_) if self.closing && answers[rank].is_some() => continue,

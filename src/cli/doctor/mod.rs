@@ -1,9 +1,9 @@
 //! `towline doctor`: what Towline and NCCL would find on this host, what stands in the way, and the command that fixes
 //! it.
 //!
-//! Each file looks at one thing and returns plain facts; judging facts is done by functions without side effects, so
-//! that tests can show them sick hosts. Guarantees: nothing is changed, nothing needs root, a check that cannot be made
-//! says so instead of failing the rest.
+//! Each file examines one thing and returns plain facts. Functions without side effects judge the facts, so that tests
+//! can give them sick hosts. Guarantees: nothing is changed, nothing needs root, a check that cannot be made says so
+//! instead of failing the rest.
 
 mod choice;
 mod conf;

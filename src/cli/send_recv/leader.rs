@@ -117,7 +117,7 @@ impl Leader {
         self.plugin.take().map_or(Ok(()), NetMover::close)?;
         if let Some(ending) = self.child.as_mut().and_then(Child::wait).filter(|ending| !ending.success()) {
             let what = format!("the receiving process {} after its work was done", describe(ending));
-            return Err(Error::remote(what).with_hint("the plugin does not survive its own end"));
+            return Err(Error::remote(what).with_hint("the plugin fails while it is being closed"));
         }
         report.finish(&mut output)
     }
@@ -255,5 +255,5 @@ impl Leader {
 }
 
 fn out_of_turn() -> Error {
-    Error::remote("the other side spoke out of turn")
+    Error::remote("the other side sent an unexpected message")
 }

@@ -27,7 +27,7 @@ impl Figures {
         let Some(stat) = summary.comms.get(&context) else { return Self::default() };
         let rank = stat.info.rank;
         let wire = |stat: &WireStat| {
-            // On the wire where the transport tells, else from start to stop.
+            // On the wire where the transport reports it, else from start to stop.
             (if stat.wire_ns > 0 { stat.wire_ns } else { stat.durations.sum() }, stat.bytes)
         };
         Self {

@@ -1,4 +1,4 @@
-//! What a process says of itself while it runs: as JSON on its control socket and in its state file.
+//! A process's state while it runs: as JSON on its control socket and in its state file.
 //!
 //! It is made from the profiler's [`Tracker`] and read by `towline why` and `towline top`. Times are nanoseconds of the
 //! process's own CLOCK_MONOTONIC, which all processes of one boot of a host share.
@@ -18,13 +18,13 @@ use super::names::Name;
 use super::tracker::Tracker;
 use super::verdict::{Arguments, Call, Gaps, Key, On, Told, Wait};
 
-/// Calls of each communicator that a process remembers, and tells on its control socket.
+/// Calls of each communicator that a process remembers, and reports on its control socket.
 pub(crate) const KEPT: usize = 1000;
 
 /// Calls of each communicator in a state file, which is written each second.
 pub(crate) const KEPT_IN_FILE: usize = 100;
 
-/// Waits of a communicator that are told: the oldest.
+/// The most waits of a communicator that are reported: the oldest.
 const WAITS: usize = 64;
 
 /// The most bytes of a state that is read.
@@ -39,7 +39,7 @@ const MOST_RANKS: i32 = 1 << 20;
 /// Our release.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// What tells a process from all others: its stamp, or, of an older release, the rest.
+/// Distinguishes a process from all others by its stamp, or, of an older release, by the rest.
 pub(crate) type ProcessKey = (u64, u64, String, i32);
 
 /// A call.
@@ -103,8 +103,7 @@ pub(crate) struct CommState {
     pub waits: Vec<WaitState>,
 }
 
-/// When events last found no room, by what they would have told: that calls were entered, that something ended, what is waited
-/// for.
+/// When events were last dropped, by kind: calls that were entered, ends, waits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub(crate) struct GapState {
@@ -143,7 +142,7 @@ pub(crate) struct State {
     pub socket: Option<String>,
     /// Events that found no room.
     pub dropped: u64,
-    /// When; None in the state of a release that does not tell.
+    /// When; None in the state of a release that does not report it.
     #[serde(default)]
     pub gaps: Option<GapState>,
     /// Its communicators.
@@ -188,7 +187,7 @@ impl CommState {
         }
     }
 
-    /// What it tells, its times put onto the reader's clock by `clock`.
+    /// The input of the verdict; `clock` converts times to the reader's clock.
     pub(crate) fn told(&self, clock: impl Fn(u64) -> u64) -> Told {
         let call = |call: &CallState| Call {
             key: Key { func: call.func.as_str().into(), seq: call.seq, peer: call.peer },
@@ -285,7 +284,7 @@ impl GapState {
 }
 
 impl State {
-    /// When events found no room, its times put onto the reader's clock by `clock`; where that is not known, `now`.
+    /// When events were dropped, on the reader's clock by `clock`; where that is not known, `now`.
     pub(crate) fn gaps(&self, clock: impl Fn(u64) -> u64, now: u64) -> Gaps {
         match self.gaps {
             Some(gaps) => gaps.told(clock),
@@ -336,7 +335,7 @@ impl State {
         late.or_else(|| self.communicators.iter().find_map(CommState::fault))
     }
 
-    /// What tells its process from all others.
+    /// Distinguishes its process from all others.
     pub(crate) fn process(&self) -> ProcessKey {
         (self.stamp, self.boot, self.host.clone(), self.pid)
     }

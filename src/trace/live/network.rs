@@ -25,7 +25,7 @@ pub(crate) struct Interface {
 /// A connection of the transport.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Connection {
-    /// Its number and this side's direction: they tell it from others of this process.
+    /// Its number and this side's direction distinguish it from others of this process.
     pub number: u64,
     /// Whether this side sends.
     pub send: bool,

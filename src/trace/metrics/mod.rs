@@ -59,7 +59,8 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
     }
     wires(&mut page, &groups);
     hosts(&mut page, figures.summary);
-    let mut dropped = page.family("towline_profiler_dropped_total", "counter", "Events that found no room.");
+    let mut dropped =
+        page.family("towline_profiler_dropped_total", "counter", "Events dropped for lack of buffer space.");
     dropped.sample("", figures.summary.dropped);
     page.text
 }
@@ -78,7 +79,7 @@ fn calls(page: &mut Page<'_>, groups: &Groups) {
     let calls: [(&'static str, &str, Read); 3] = [
         ("towline_collectives_total", "Completed collectives and point-to-point operations.", |stat| stat.count),
         ("towline_collective_bytes_total", "Their data, as nccl-tests counts a size.", |stat| stat.bytes),
-        ("towline_collective_bus_bytes_total", "What the bus had to carry, as nccl-tests counts.", |stat| {
+        ("towline_collective_bus_bytes_total", "Bytes that the bus had to carry, as nccl-tests counts them.", |stat| {
             stat.bus_bytes
         }),
     ];

@@ -1,7 +1,7 @@
 //! Turns a trace file back into records, which `towline trace report` summarises and `towline trace merge` aligns.
 //!
-//! Reads Towline's own files, merged ones too: the processes in one are told apart by their packet sequence. A file
-//! that was cut off is read up to the cut.
+//! Reads Towline's own files, merged ones too: each process has a packet sequence of its own. A file that was cut off
+//! is read up to the cut.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;

@@ -284,9 +284,9 @@ impl Summary {
                     _ => (0, false, 0, None),
                 };
                 let begin = when.saturating_sub(ago_ns.into());
-                // A step is a message, wherever the part lies that begins first. Where steps are not told, an operation's
-                // messages come one after the other; and where nothing is known, only the part at the front can stand for
-                // its message.
+                // A step is a message, whichever of its parts begins first. Where steps are not reported, an
+                // operation's messages come one after the other; without any of this, only the part at offset 0 stands
+                // for its message.
                 let (comm, peer, first) = if let Some(step) = self.steps.get_mut(&record.parent) {
                     (step.op.comm, step.op.peer, !resend && !std::mem::replace(&mut step.begun, true))
                 } else if let Some(op) = self.ops.get_mut(&record.parent) {
