@@ -202,7 +202,7 @@ struct Left {
 }
 
 impl Left {
-    /// A port has read, or need not any more. Returns whether it was the last one.
+    /// A port has read, or need not read any more. Returns whether it was the last one.
     fn end(&mut self, port: usize) -> bool {
         let before = self.ports;
         self.ports &= !(1 << port);

@@ -111,7 +111,7 @@ pub(super) fn offer(qp: usize, epoch: u16, record: Option<&QpRecord>) -> Header 
     }
 }
 
-/// How long after this many failed attempts the next one is made: 0.25 to 2 s.
+/// The pause after this many failed attempts: 0.25 to 2 s.
 pub(super) fn pause(tries: u32) -> Duration {
     Duration::from_millis(125) * (1 << tries.min(4))
 }

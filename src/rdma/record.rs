@@ -44,7 +44,7 @@ pub(crate) struct Record {
     /// The side's queue pairs.
     #[prost(message, repeated, tag = "4")]
     pub qps: Vec<QpRecord>,
-    /// Accept: the ring for lines. Answer: the table of sizes.
+    /// Accept: the CTS ring. Answer: the table of sizes.
     #[prost(fixed64, tag = "5")]
     pub address: u64,
     /// The keys of that memory, by port.

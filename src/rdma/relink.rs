@@ -1,8 +1,8 @@
 //! Connecting one queue pair with the peer's, outside the threads of its connection.
 //!
 //! On RoCE the kernel resolves the peer's link address in that call, for a second or more if a link has just come up. A
-//! connection that continues over other queue pairs must not block NCCL's thread for that. So the new queue pair of a
-//! lost queue pair is replaced in a separate thread, which hands over the result.
+//! connection that continues over other queue pairs must not block NCCL's thread for that. So a separate thread
+//! connects the replacement of a lost queue pair, and hands over the result.
 
 use super::aside::Aside;
 use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};

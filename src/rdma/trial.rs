@@ -13,7 +13,7 @@ use crate::os::error::{Error, Result};
 /// communicator has two channels or more.
 const LEAST_LOCKED: u64 = 64 << 20;
 
-/// A device may lack some resource for a moment, whatever the error is.
+/// Every error is retried: a device may lack some resource for a moment.
 fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
     patiently_while(|_| true, attempt)
 }

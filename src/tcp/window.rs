@@ -46,7 +46,7 @@ impl Pace {
         self.0 > SLOW * best.0.max(FAST)
     }
 
-    /// A message or a chunk was not left to this stream.
+    /// The sender has passed this stream over for a message or a chunk.
     pub(super) fn forget(&mut self) {
         self.0 -= self.0 / FORGET;
     }

@@ -141,13 +141,13 @@ impl RdmaSend {
             }
         }
         Counters::count(&self.base.counters.resends, (orphans.len() - before + short.len()) as u64);
-        // What was lost before has been resent later.
+        // Writes that were lost earlier have been resent later.
         short.append(&mut state.again);
         state.again = short;
         Ok(())
     }
 
-    /// What was lost goes over the remaining queue pairs, if there are any.
+    /// Resends lost writes over the remaining queue pairs, if there are any.
     #[cold]
     fn go_again(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), stripes, messages, jobs, orphans, short_qp, ledger: Some(ledger), .. } =

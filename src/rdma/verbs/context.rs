@@ -1,4 +1,4 @@
-//! Opened devices, and what they say of themselves and of their ports.
+//! Opened devices, and their properties and those of their ports.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -45,7 +45,7 @@ pub(crate) enum Transport {
     Other,
 }
 
-/// What a device says of itself.
+/// The properties of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeviceFacts {
     /// How its packets travel.
@@ -64,7 +64,7 @@ pub(crate) struct DeviceFacts {
     pub max_rd_atomic: u8,
 }
 
-/// What a port says of itself.
+/// The properties of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PortFacts {
     /// Whether it can carry traffic.
@@ -147,8 +147,8 @@ impl Drop for RawContext {
     }
 }
 
-/// Opens every device of this host that can be opened, in libibverbs's order. What is in the way of the others goes
-/// to the log.
+/// Opens every device of this host that can be opened, in libibverbs's order. The log says why the others could not be
+/// opened.
 ///
 /// # Errors
 /// When libibverbs cannot list the devices.
@@ -224,7 +224,7 @@ impl Context {
         }
     }
 
-    /// What the device says of itself.
+    /// The properties of the device.
     ///
     /// # Errors
     /// When the device does not answer.
@@ -258,7 +258,7 @@ impl Context {
         }
     }
 
-    /// What a port says of itself; ports are numbered from 1.
+    /// The properties of a port; ports are numbered from 1.
     ///
     /// # Errors
     /// When there is no such port.
@@ -306,7 +306,8 @@ impl Context {
         Ok(unsafe { gid.raw })
     }
 
-    /// The used entries of the GID tables of all ports, at most this many; none when this libibverbs or kernel cannot say.
+    /// The used entries of the GID tables of all ports, at most this many; none when this libibverbs or kernel does not
+    /// report them.
     pub(crate) fn gid_entries(&self, most: usize) -> Option<Vec<RawGidEntry>> {
         let ask = self.0.verbs.query_gid_table?;
         let blank = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: 0, interface: 0 };
@@ -321,8 +322,8 @@ impl Context {
         Some(entries)
     }
 
-    /// The speed that a port has in truth, in Mbit/s, also where it is that of several bonded ones; none when this libibverbs
-    /// or device cannot say.
+    /// The real speed of a port in Mbit/s, also of several bonded ones; none when this libibverbs or device does not
+    /// report it.
     pub(crate) fn port_mbps(&self, number: u8) -> Option<u32> {
         let ask = self.0.verbs.query_port_speed?;
         let mut hundreds = 0_u64;
