@@ -179,9 +179,9 @@ impl Slot {
     }
 }
 
-/// Where the generations of the next connection begin: far from those of others, so that a slot of a new connection
-/// does not repeat a value that a stale handle of a closed connection at the same table index may hold. Each connection
-/// counts separately: a shared counter would move between the processors of their threads.
+/// Where the generations of the next connection begin: far from those of others. A stale handle of a closed connection
+/// at the same table index must not name a slot of the new one. Each connection counts separately: a shared counter
+/// would move between the processors of their threads.
 static GENERATIONS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
 
 impl Default for RequestSlots {

@@ -160,8 +160,8 @@ impl Base {
     }
 
     /// Destroys the queue pairs that have ended, in a separate thread: the kernel may wait in that call for a packet
-    /// which it cannot send, as SoftRoCE's does for three seconds when nothing answers at the peer's address, and
-    /// NCCL's thread would wait with it. That is rare, so there is no permanent thread for it.
+    /// which it cannot send, and NCCL's thread would wait with it. SoftRoCE's does so for three seconds when nothing
+    /// answers at the peer's address. That is rare, so there is no permanent thread for it.
     fn destroy_ended(&self) {
         let ended = std::mem::take(&mut *self.ended());
         if ended.is_empty() {

@@ -84,8 +84,8 @@ pub(crate) fn path_of(sock: &Sock, link: &Link) -> Path {
 pub(crate) fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
     let socket = SockRef::from(&**sock);
     let _ = socket.set_tcp_nodelay(true);
-    // The kernel's own probes detect a vanished host on an idle connection, keep the flow in a firewall's table, and
-    // are answered by the peer's kernel even while the peer's process is stopped.
+    // The kernel's own probes detect a vanished host on an idle connection, and keep the flow in a firewall's table.
+    // The peer's kernel answers them even while the peer's process is stopped.
     Probes::within(config.peer_timeout, sending).set(sock);
     liveness::probe_often(sock, config.peer_timeout);
     liveness::repeat_soon(sock);

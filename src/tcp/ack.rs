@@ -1,7 +1,7 @@
 //! An acknowledgement: how many frames of a stream were taken in, or of all streams.
 //!
-//! Where a message travels over several streams its sender waits for all of them. One frame that speaks for all of them,
-//! when the message is whole, costs both sides a system call where one for each chunk costs as many as there are chunks.
+//! Where a message travels over several streams its sender waits for all of them. One frame for all of them, when the
+//! message is whole, costs each side one system call. A frame for each chunk would cost one per chunk.
 
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{HEADER, Header, Type};

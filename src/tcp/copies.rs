@@ -1,10 +1,10 @@
 //! Buffers that are used again: for copies of short messages, kept for a possible resend, and for messages that came before
 //! their receive was posted.
 //!
-//! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go with
-//! every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or given
-//! back ([`Own`]). The others, and those for early messages that are as long, come in four sizes from a store of the process
-//! ([`Copies`]), since allocators give blocks this large back to the system and fault them in again.
+//! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go
+//! with every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or
+//! given back ([`Own`]). The others, and those for early messages that are as long, come in four sizes from a store of
+//! the process ([`Copies`]). Allocators would give blocks this large back to the system and fault them in again.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 

@@ -1,7 +1,7 @@
 //! Messages that a GPU reads while they arrive.
 //!
-//! With NCCL's LL128 protocol a GPU polls the last eight bytes of each 128 in the receive buffer, and once they are the
-//! number of the step it uses the 120 before them (`prims_ll128.h`, NCCL 2.4 to 2.30). So these must be written first.
+//! With NCCL's LL128 protocol a GPU polls the last eight bytes of each 128 in the receive buffer. Once they are the
+//! number of the step, it uses the 120 before them (`prims_ll128.h`, NCCL 2.4 to 2.30). So these must be written first.
 //! A kernel that reads a socket into a buffer does not guarantee that: Linux copies with `rep movsb`, whose stores
 //! other processors may see out of order (Intel's Software Developer's Manual, volume 3, "Fast-String Operation and
 //! Out-of-Order Stores"). On an EPYC of 2024 they did: in memory that was touched for the first time, one line in
@@ -10,9 +10,9 @@
 //!
 //! NCCL does not pass the transport the protocol of a message (2.25 and later hint at it, for some receives), but a
 //! message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side checks
-//! a few lines of each chunk and marks it ([`POLLED`]) when they look like that, and the receiving side reads marked
-//! chunks into a buffer of its own and copies them on in order. A tensor whose eight-byte units are small equal numbers
-//! is also marked, which costs that copy and nothing else.
+//! a few lines of each chunk and marks it ([`POLLED`]) when they look like that. The receiving side reads marked chunks
+//! into a buffer of its own and copies them on in order. A tensor whose eight-byte units are small equal numbers is
+//! also marked, which costs that copy and nothing else.
 
 use std::cell::RefCell;
 
@@ -49,8 +49,8 @@ unsafe fn may_be_polled(chunk: Piece) -> bool {
             // SAFETY: the line is a part of the chunk, and its last 8 bytes are the flag.
             unsafe { chunk.data.add(end - size_of::<u64>()).cast::<u64>().read_unaligned() }
         };
-        // Flags count the steps of a connection. A million steps each second would take nine years to come to 1 << 48,
-        // while of the numbers that tensors are made of only integers are smaller, read as eight bytes.
+        // Flags count the steps of a connection. A million steps each second would take nine years to come to 1 << 48.
+        // Of the numbers in tensors, read as eight bytes, only integers are smaller.
         let first = flag(0);
         (1..1 << 48).contains(&first) && (1..LINES.min(chunk.length / ALIGN as usize)).all(|line| flag(line) == first)
     };

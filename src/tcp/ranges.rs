@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 /// A set of bytes, as ranges that are sorted and neither overlap nor touch. A stream carries its chunks in ascending
-/// order, so there are about as many ranges as streams, and with as many as a connection over one rail has nothing is
+/// order, so there are about as many ranges as streams. For the streams of a connection over one rail nothing is
 /// allocated.
 #[derive(Debug, Default)]
 pub(crate) struct Ranges(SmallVec<[(u64, u64); 4]>);

@@ -675,19 +675,19 @@ impl SendCore {
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
         // A chunk that is copied for a possible resend is done as soon as the kernel took it. With one stream, so on
-        // small machines: a copy of 64 KiB that the processor has just read takes about 3 µs, while an acknowledgement
-        // costs the receiver a system call before it can go on, and the sender one for each poll for it. Where a
-        // connection has workers: all that NCCL's thread sends itself. What workers send is done when it is
-        // acknowledged, since an acknowledgement then delays no message, and a stream whose acknowledgements come at
-        // once has nothing on the way when the next message comes, so that this finds a worker awake.
+        // small machines: a copy of 64 KiB that the processor has just read takes about 3 µs. An acknowledgement costs
+        // the receiver a system call before it can go on, and the sender one for each poll for it. Where a connection
+        // has workers: all that NCCL's thread sends itself. A message that workers send is done when it is
+        // acknowledged: the acknowledgement then delays no other message. It also empties the stream before the next
+        // message comes, which then finds a worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
         let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
         let copied = self.recovery && !again && kept;
         // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all of a
-        // message that is split. Prompt acknowledgements are also requested for a resend (whose request may wait for
-        // nothing else), for a stream that has taken much since, and when a window or the credit runs low.
+        // message that is split. Three other cases request a prompt acknowledgement: a resend (whose request may wait
+        // for nothing else), a stream that has taken much since, and a window or credit that runs low.
         let split = self.recovery && u64::from(flight.length) < message.length;
         let awaited = self.recovery && !copied && (!split || self.each);
         let stream = &mut self.streams[index];

@@ -3,7 +3,7 @@
 //! NCCL waits for whole messages, oldest first, so a chunk that stays long on a slow stream holds up everything behind
 //! it. The window follows from the stream's share: of the bytes that the connection delivered while a chunk was on its
 //! way, how many travelled on this stream? A stream with an even share has a full window; one of a tenth of it has a
-//! tenth of the window, so that a chunk on it arrives about when those arrive that the others took at the same time.
+//! tenth of the window. So chunks that all streams took at the same time arrive at about the same time.
 //!
 //! The share is measured in bytes, not in time: no clock is needed, and a connection that pauses measures nothing. The
 //! window is a little more than the share ([`LAG_PERCENT`]), or a stream that its window alone holds back would never

@@ -3,10 +3,10 @@
 //! It wakes every few milliseconds while communicators are alive, at once when a request comes, and sleeps
 //! otherwise. Whatever it does, NCCL's threads do not wait for it; when it falls behind they drop, and count.
 //!
-//! Order: records carry the times of their calls. Each round takes what is in the ring, sorts it, and applies what is
-//! not newer than a time before the round ([`Drain::drain`] says why a parent then comes before its children). A record
-//! is never earlier than the one before it in its shard: the times of a thread's own calls may be out of order by what
-//! the processor does ahead ([`Ticks::now`](crate::os::ticks::Ticks::now)), its records are not.
+//! Order: records carry the times of their calls. Each round takes the records in the ring, sorts them, and applies
+//! those that are not newer than a time before the round. [`Drain::drain`] says why a parent then comes before its
+//! children. A record is never earlier than the one before it in its shard: the times of a thread's own calls may be
+//! out of order by what the processor does ahead ([`Ticks::now`](crate::os::ticks::Ticks::now)), its records are not.
 //!
 //! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 

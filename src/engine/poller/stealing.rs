@@ -12,8 +12,8 @@
 //! followed by a poll until nothing moves, or the stream's own worker is notified that there is more.
 //!
 //! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with
-//! the same processor time for each byte, and the slowest tenth of the blocks of 512 KiB 234 µs and more instead of 319
-//! (`docs/dev/decisions.md`).
+//! the same processor time for each byte. The slowest tenth of the blocks of 512 KiB takes 234 µs and more instead of
+//! 319 (`docs/dev/decisions.md`).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};

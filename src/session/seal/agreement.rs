@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Both ephemeral keys are discarded afterwards: an attacker who obtains the key file later cannot decrypt recorded
-//! traffic. Everything exchanged before the offer is the prologue, so a recorded offer or answer fits no other
+//! traffic. Everything exchanged before the offer is the prologue. So a recorded offer or answer fits no other
 //! handshake, and no attacker on the path can remove a feature from the negotiation. Each run gives two keys, one per
 //! direction, that are never used again, so the nonces of a stream's records can be simple counters.
 

@@ -141,8 +141,8 @@ impl Streams for SendConn {
 
     fn register_socket(&self, index: usize, sock: &Sock) -> Result<Registration> {
         if self.own.far {
-            // Without a limit to what the kernel accepts and cannot send yet, the first stream takes all data, and the others,
-            // whose congestion windows grow only with what they carry, stay slow for seconds.
+            // Without a limit to what the kernel accepts and cannot send yet, the first stream takes all data. The
+            // others stay slow for seconds, since their congestion windows grow only with what they carry.
             liveness::hold_back_from(sock, 128 << 10);
         }
         self.register(index, sock)

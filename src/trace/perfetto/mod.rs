@@ -1,7 +1,7 @@
 //! The trace: records become Perfetto's track events.
 //!
-//! [`Emitter`] takes records in causal order and writes begins and ends as they come, so that the file of a process
-//! that was killed, or hangs, shows what was going on. [`read`] goes the other way, for `towline trace`.
+//! [`Emitter`] takes records in causal order and writes begins and ends as they come. So the file of a process that was
+//! killed, or hangs, shows its last events. [`read`] goes the other way, for `towline trace`.
 //!
 //! Nothing here talks to NCCL or to threads: records in, packets out.
 
