@@ -169,7 +169,7 @@ fn a_rank_that_does_not_enter_is_named_while_the_others_wait() {
     let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 12 -w 3 --late 1:60000", |_| {});
     // One rank may have been killed before the last part of its trace was written.
     let line = said.lines().find(|line| line.contains(" been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
-    assert!(line.contains("ranks 0 and 2 have been in") && line.contains("rank 1 ("), "{said}");
+    assert!(line.contains("ranks 0 and 2 (") && line.contains("rank 1 ("), "{said}");
     assert!(line.contains("has not entered it: "), "{said}");
 }
 
@@ -200,18 +200,21 @@ fn a_send_over_an_interface_that_carries_nothing_is_named() {
     }
     let _watchdog = crate::support::watchdog(200);
     std::thread::scope(|scope| {
-        for how in [Cut::Silent, Cut::Stuck] {
-            scope.spawn(move || cut_while_it_runs(how));
+        // Sends of short messages are complete for NCCL once the transport has copied them, and over long round trips those of
+        // long ones too: then each rank only waits for the other's data.
+        for (how, size) in [(Cut::Silent, "1M"), (Cut::Stuck, "1M"), (Cut::Silent, "16K")] {
+            scope.spawn(move || cut_while_it_runs(how, size));
         }
     });
 }
 
-fn cut_while_it_runs(how: Cut) {
+fn cut_while_it_runs(how: Cut, size: &str) {
     let network = Network::new(1, 0);
     let dir = tempfile::tempdir().expect("a directory");
     let log = dir.path().join("log");
     let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
-    command.args("all-reduce --ranks 2 -b 1M -e 1M -n 1000000 -w 0 --timeout 120".split(' '));
+    let words = format!("all-reduce --ranks 2 -b {size} -e {size} -n 1000000 -w 0 --timeout 120");
+    command.args(words.split(' '));
     for host in [&network.hosts.0, &network.hosts.1] {
         command.args(["--wrap", &format!("ip netns exec {}", host.name())]);
     }
@@ -236,14 +239,14 @@ fn cut_while_it_runs(how: Cut) {
         if code == 1 {
             break said;
         }
-        assert!(cut.elapsed() < Duration::from_secs(35), "{how:?}: nobody is named: {code} {said}");
+        assert!(cut.elapsed() < Duration::from_secs(35), "{how:?}, {size}: nobody is named: {code} {said}");
     };
     let sentence = said["findings"][0]["sentence"].as_str().expect("a sentence").to_owned();
     assert!(
         sentence.contains("a send of rank ") && sentence.contains(" over rail0 has been under way"),
-        "{how:?}: {said}"
+        "{how:?}, {size}: {said}"
     );
-    assert_eq!(said["findings"][0]["named"].as_array().map(Vec::len), Some(1), "{how:?}: {said}");
+    assert_eq!(said["findings"][0]["named"].as_array().map(Vec::len), Some(1), "{how:?}, {size}: {said}");
     crate::support::eventually("the log says so", Duration::from_secs(35), || {
         let log = std::fs::read_to_string(&log).expect("a log");
         log.lines().any(|line| line.contains(" been in AllReduce #") && line.contains(" over rail0 ")).then_some(())
@@ -256,5 +259,8 @@ fn cut_while_it_runs(how: Cut) {
     let said = String::from_utf8(output.stdout).expect("text");
     // One rank may have been killed before the last part of its trace was written.
     let line = said.lines().find(|line| line.contains(" been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
-    assert!(line.contains("a send of rank ") && line.contains(" over rail0 has been under way"), "{how:?}: {said}");
+    assert!(
+        line.contains("a send of rank ") && line.contains(" over rail0 has been under way"),
+        "{how:?}, {size}: {said}"
+    );
 }

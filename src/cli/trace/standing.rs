@@ -27,7 +27,7 @@ impl Standing {
             tracker.apply(&Record { when: correction.apply(record.when), ..*record });
         }
         let mut waits = tracker.waits();
-        let mut routes = routes(process);
+        let mut routes = routes(process, correction);
         for comm in process.comms.iter().filter(|comm| comm.rank >= 0) {
             let ended = process.ended.iter().find(|(context, _)| *context == comm.context).map(|&(_, when)| when);
             let until = correction.apply(ended.unwrap_or(end));
@@ -69,27 +69,32 @@ fn sorted<'a>(calls: impl Iterator<Item = &'a Call>) -> Vec<Call> {
     calls
 }
 
-/// By communicator: over which interfaces the rank has sent to each other one.
-fn routes(process: &Process) -> BTreeMap<u64, Vec<Route>> {
+/// By communicator: the connections by which the rank sends to each other one or receives from it.
+fn routes(process: &Process, correction: &Correction) -> BTreeMap<u64, Vec<Route>> {
     let (mut operations, mut steps) = (HashMap::new(), HashMap::new());
-    let mut over: BTreeMap<(u64, i32), BTreeSet<String>> = BTreeMap::new();
-    for Record { id, parent, context, body, .. } in &process.records {
+    let mut over: BTreeMap<_, (BTreeSet<String>, Route)> = BTreeMap::new();
+    // The two ends of a connection can be compared if all is told of it.
+    let is_whole = !process.begins_late && process.cut.is_none() && process.dropped == 0;
+    for Record { id, parent, context, body, when, .. } in &process.records {
         match body {
-            Body::ProxyOp(op) if op.send => drop(operations.insert(*id, (*context, op.peer))),
+            Body::ProxyOp(op) => drop(operations.insert(*id, (*context, op.peer))),
             Body::ProxyStep { .. } => drop(operations.get(parent).and_then(|&to| steps.insert(*id, to))),
-            body => {
-                if let Some(&to) = steps.get(parent)
-                    && let Some((Rail::Interface(name), true, _)) = process.links.rail(body)
-                {
-                    over.entry(to).or_default().insert(name.text().to_owned());
+            Body::NetTowline(part) => {
+                let Some(&(context, rank)) = steps.get(parent) else { continue };
+                let (names, route) = over.entry((context, rank, part.link, part.send)).or_default();
+                if let Some((Rail::Interface(name), ..)) = process.links.rail(body) {
+                    names.insert(name.text().to_owned());
                 }
+                route.moved = correction.apply(*when);
+                route.bytes += if part.resend { 0 } else { part.length };
             }
+            _ => {}
         }
     }
     let mut routes: BTreeMap<u64, Vec<Route>> = BTreeMap::new();
-    for ((context, rank), names) in over {
-        let interfaces = names.into_iter().collect();
-        routes.entry(context).or_default().push(Route { rank: Some(rank), send: true, interfaces, ..Route::default() });
+    for ((context, rank, link, send), (names, route)) in over {
+        let (number, interfaces) = (if is_whole { link } else { 0 }, names.into_iter().collect());
+        routes.entry(context).or_default().push(Route { rank: Some(rank), send, interfaces, number, ..route });
     }
     routes
 }

@@ -44,7 +44,8 @@ pub(crate) struct Connection {
 impl Connection {
     /// As the verdict knows it, when it last carried something at `moved`.
     pub(crate) fn route(&self, moved: u64) -> Route {
-        Route { peer: self.peer.clone(), rank: None, send: self.send, interfaces: self.interfaces.clone(), moved }
+        let Self { number, send, bytes, .. } = *self;
+        Route { peer: self.peer.clone(), rank: None, send, interfaces: self.interfaces.clone(), number, bytes, moved }
     }
 }
 

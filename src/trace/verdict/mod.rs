@@ -171,7 +171,11 @@ pub(crate) struct Route {
     pub send: bool,
     /// This side's interfaces.
     pub interfaces: Vec<String>,
-    /// When it last carried something.
+    /// The connection's number, the same at both ends; 0 when unknown.
+    pub number: u64,
+    /// Bytes of messages that this side has sent or received over it.
+    pub bytes: u64,
+    /// When that number last grew.
     pub moved: u64,
 }
 

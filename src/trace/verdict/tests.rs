@@ -54,7 +54,8 @@ fn a_rank_that_did_not_enter_is_named_with_its_last_call() {
     member(&mut comm, 2).calls.pop();
     assert_eq!(
         told(&comm),
-        "ranks 0, 1 and 3 have been in AllReduce #3 for 41 s; rank 2 (node2, process 102) has not entered it: its last \
+        "ranks 0 (node0), 1 (node1) and 3 (node3) have been in AllReduce #3 for 41 s; rank 2 (node2, process 102) has not \
+         entered it: its last \
          call was AllReduce #2, 48 s ago, completed"
     );
     member(&mut comm, 2).left = true;
@@ -70,7 +71,8 @@ fn a_rank_in_another_function_is_a_mismatch() {
     let text = told(&comm);
     assert!(
         text.contains(
-            "ranks 0 and 2 have been in AllReduce #3 for 41 s; rank 1 (node1, process 101) is in AllGather #0"
+            "ranks 0 (node0) and 2 (node2) have been in AllReduce #3 for 41 s; rank 1 (node1, process 101) is in \
+             AllGather #0"
         ),
         "{text}"
     );
@@ -239,7 +241,7 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
         ),
         "{text}"
     );
-    assert!(text.contains("rank 3 waits for rank 2; "), "{text}");
+    assert!(text.contains("rank 3 (node3) waits for rank 2 (node2); "), "{text}");
     member(&mut comm, 2).routes = [("node3:103", "eth1"), ("node3:10", "eth2")]
         .map(|(peer, interface)| Route {
             peer: peer.into(),
@@ -256,6 +258,50 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
     assert!(told(&alone).contains("to rank 3 over eth1 has been under way"), "{}", told(&alone));
     member(&mut comm, 2).waits = vec![wait(3, On::Gpu)];
     assert!(told(&comm).contains("rank 2 (node2, process 102) has waited for its own GPU for 38 s"));
+}
+
+#[test]
+fn ranks_that_wait_are_listed_by_host_with_their_numbers_in_the_job() {
+    let mut comm = waiting_for_41_s(12);
+    member(&mut comm, 11).calls.pop();
+    for rank in 0..11 {
+        (member(&mut comm, rank).host, member(&mut comm, rank).global) =
+            (format!("node{}", rank / 4), Some(rank + 100));
+    }
+    member(&mut comm, 4).global = Some(4);
+    let expected = "ranks 0, 1, 2 and 3 (node0, global ranks 100, 101, 102 and 103), \
+                    4, 5, 6 and 7 (node1, global ranks 105, 106 and 107) and 3 more have been in AllReduce #3 for 41 s; ";
+    assert!(told(&comm).starts_with(expected), "{}", told(&comm));
+    let alone = comm.ranks(&[9]);
+    assert_eq!(alone, "rank 9 (node2, global rank 109)");
+}
+
+#[test]
+fn a_send_that_was_copied_and_has_not_arrived_breaks_the_circle() {
+    let mut comm = waiting_for_41_s(3);
+    for rank in 0..3 {
+        let peer = (rank + 2) % 3;
+        // Over connection 8 nothing is sent to another rank.
+        let route = |number, send, bytes| {
+            let interfaces = vec![format!("eth{}", i32::from(send))];
+            let peer = format!("node{}:{}", if send { (rank + 1) % 3 } else { peer }, 100);
+            Route { peer, send, interfaces, number, bytes, moved: 13 * S, ..Route::default() }
+        };
+        member(&mut comm, rank).waits = vec![Wait { peer, on: On::Data, since: 12 * S }];
+        let (own, from) = (rank as u64 + 10, peer as u64 + 10);
+        member(&mut comm, rank).routes = vec![route(own, true, 5000), route(from, false, 5000), route(8, true, 9000)];
+    }
+    assert!(told(&comm).contains("a circle"), "{}", told(&comm));
+    member(&mut comm, 2).routes[1].bytes = 4000;
+    let text = told(&comm);
+    let expected =
+        "rank 2 (node2) waits for rank 1 (node1); a send of rank 1 (node1, process 101) to rank 2 (node2, process 102)";
+    assert!(text.contains(expected) && text.contains(" has been under way for 38 s"), "{text}");
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 2).routes[1].moved = 48 * S;
+    assert!(told(&comm).contains("a circle"), "it arrived a moment ago: {}", told(&comm));
+    member(&mut comm, 2).routes[1] = Route { bytes: 4000, moved: 13 * S, number: 0, ..Route::default() };
+    assert!(told(&comm).contains("a circle"), "which connection it is, is not known: {}", told(&comm));
 }
 
 #[test]
@@ -343,7 +389,10 @@ fn a_peer_that_began_to_wait_a_little_later_is_followed_too() {
     member(&mut comm, 0).waits = vec![Wait { peer: 1, on: On::Network, since: 11 * S }];
     member(&mut comm, 0).calls.last_mut().expect("a call").entered = 11 * S;
     let text = told(&comm);
-    assert!(text.contains("rank 1 waits for rank 0; a send of rank 0 (node0, process 100) to rank 1"), "{text}");
+    assert!(
+        text.contains("rank 1 (node1) waits for rank 0 (node0); a send of rank 0 (node0, process 100) to rank 1"),
+        "{text}"
+    );
 }
 
 mod across;

@@ -13,16 +13,16 @@ impl Communicator {
     pub(crate) fn explain(&self, verdict: &Verdict) -> String {
         let mut text = String::new();
         if let Some(waiting) = &verdict.waiting {
-            let who = match waiting.ranks[..] {
+            let waits = match waiting.ranks[..] {
                 [rank] => format!("{} has", self.place(rank)),
-                _ => format!("{} have", ranks(&waiting.ranks)),
+                _ => format!("{} have", self.ranks(&waiting.ranks)),
             };
-            let _ = write!(text, "{who} been in {} for {}", call(waiting.key), seconds(waiting.for_ns));
+            let _ = write!(text, "{waits} been in {} for {}", call(waiting.key), seconds(waiting.for_ns));
             text += "; ";
         }
         text += &self.cause(verdict);
         if !verdict.unseen.is_empty() {
-            let _ = write!(text, " (nothing is known of {})", ranks(&verdict.unseen));
+            let _ = write!(text, " (nothing is known of {})", self.ranks(&verdict.unseen));
         }
         if !verdict.gaps.is_empty() {
             let _ = write!(
@@ -136,7 +136,7 @@ impl Communicator {
         let mut text = String::new();
         let Some(&last) = chain.last() else { return text };
         for pair in chain.windows(2) {
-            let _ = write!(text, "rank {} waits for rank {}; ", pair[0], pair[1]);
+            let _ = write!(text, "{} waits for {}; ", self.ranks(&pair[..1]), self.ranks(&pair[1..]));
         }
         if self.ranks == 0 && end.is_none() && !self.members.contains_key(&last) {
             // A process that is not told of others.
@@ -188,6 +188,33 @@ impl Communicator {
     fn over(&self, own: i32, other: i32, send: bool) -> String {
         let route = self.route(own, other, send);
         route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
+    }
+
+    /// Ranks in few words: those of a host together, with their ranks in the job where these are others.
+    pub(super) fn ranks(&self, ranks: &[i32]) -> String {
+        let mut hosts: Vec<(Option<&str>, Vec<i32>)> = Vec::new();
+        for &rank in ranks.iter().take(LISTED) {
+            let host = self.members.get(&rank).map(|member| member.host.as_str());
+            match hosts.iter_mut().find(|(known, _)| *known == host) {
+                Some((_, own)) => own.push(rank),
+                None => hosts.push((host, vec![rank])),
+            }
+        }
+        let of_host = |(host, own): &(Option<&str>, Vec<i32>)| {
+            let numbers = |all: &[i32]| list(&all.iter().map(i32::to_string).collect::<Vec<_>>());
+            let Some(host) = host else { return numbers(own) };
+            let global = |rank: &i32| self.members.get(rank)?.global.filter(|global| global != rank);
+            let global: Vec<i32> = own.iter().filter_map(global).collect();
+            let several = if global.len() == 1 { "" } else { "s" };
+            let more =
+                if global.is_empty() { String::new() } else { format!(", global rank{several} {}", numbers(&global)) };
+            format!("{} ({host}{more})", numbers(own))
+        };
+        let mut parts: Vec<String> = hosts.iter().map(of_host).collect();
+        if ranks.len() > LISTED {
+            parts.push(format!("{} more", ranks.len() - LISTED));
+        }
+        format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list(&parts))
     }
 
     fn place(&self, rank: i32) -> String {
@@ -243,13 +270,11 @@ fn with(key: Key, arguments: Arguments) -> String {
     if key.peer.is_some() { format!("{count} {datatype}") } else { format!("{count} {datatype}, root {root}") }
 }
 
-fn ranks(ranks: &[i32]) -> String {
-    let listed: Vec<String> = ranks.iter().take(LISTED).map(i32::to_string).collect();
-    match (ranks.len(), listed.split_last()) {
-        (1, _) => format!("rank {}", ranks[0]),
-        (count, _) if count > LISTED => format!("ranks {} and {} more", listed.join(", "), count - LISTED),
-        (_, Some((last, first))) => format!("ranks {} and {last}", first.join(", ")),
-        _ => "no rank".into(),
+/// `a, b and c`.
+fn list(all: &[String]) -> String {
+    match all.split_last() {
+        Some((last, first)) if !first.is_empty() => format!("{} and {last}", first.join(", ")),
+        _ => all.concat(),
     }
 }
 

@@ -10,7 +10,8 @@ pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU
 /// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
-/// peer too. A process on the way that has ended or is silent explains the chain: what it waits for is as old as it.
+/// peer too. A process on the way that has ended or is silent explains the chain: what it waits for is as old as it. A circle
+/// ends where the network lost what was sent ([`broken`]).
 pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
     let chains: Vec<(Vec<i32>, Option<Wait>)> = ranks.iter().filter_map(|&rank| follow(comm, rank)).collect();
     let receiver = |end: &Option<Wait>| end.filter(|wait| wait.on == On::Network).map(|wait| wait.peer);
@@ -56,7 +57,27 @@ fn follow(comm: &Communicator, from: i32) -> Option<(Vec<i32>, Option<Wait>)> {
         let circle = chain.contains(&wait.peer);
         chain.push(wait.peer);
         if circle {
-            return Some((chain, None));
+            return Some(broken(comm, &chain).unwrap_or((chain, None)));
         }
     }
+}
+
+/// Where a circle of waits is broken: the sender of data that one of its ranks waits for has done its part. NCCL regards a send
+/// as complete once the transport has copied it, and only the connection's two ends show that it has not arrived.
+fn broken(comm: &Communicator, circle: &[i32]) -> Option<(Vec<i32>, Option<Wait>)> {
+    circle.windows(2).enumerate().find_map(|(at, pair)| {
+        let (receiver, sender) = (pair[0], pair[1]);
+        let since = under_way(comm, sender, receiver)?;
+        Some((circle[..at + 2].to_vec(), Some(Wait { peer: receiver, on: On::Network, since })))
+    })
+}
+
+/// Since when bytes that one rank has sent to another have been missing at that one, over a connection that stands still.
+fn under_way(comm: &Communicator, sender: i32, receiver: i32) -> Option<u64> {
+    let (sender, receiver) = (comm.members.get(&sender)?, comm.members.get(&receiver)?);
+    let stands_still = sender.routes.iter().filter(|sent| sent.send && sent.number != 0).filter_map(|sent| {
+        let received = receiver.routes.iter().find(|end| !end.send && end.number == sent.number)?;
+        (sent.bytes > received.bytes).then(|| sent.moved.max(received.moved))
+    });
+    stands_still.filter(|&since| comm.now.saturating_sub(since) >= STUCK_NS).min()
 }
