@@ -9,6 +9,7 @@ use crate::os::error::Result;
 use crate::trace::clock;
 use crate::trace::live::gather::{self, Process};
 use crate::trace::live::{CommState, ProcessKey, State};
+use crate::trace::verdict::{Job, On, Told, Wait, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -63,7 +64,7 @@ const COLUMNS: [(&str, usize); 9] = [
     ("host", 16),
     ("process", 8),
     ("GPU", 17),
-    ("call", 24),
+    ("call", 26),
     ("for", 8),
     ("waits for", 9),
 ];
@@ -88,8 +89,19 @@ struct Rank {
     process: i32,
     /// Empty when unknown.
     gpu: String,
-    /// The call, for how long, and what it waits for.
-    doing: [String; 3],
+    doing: Doing,
+}
+
+/// What a rank does.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Doing {
+    call: String,
+    /// For how long.
+    since: String,
+    /// What it waits for, over which interfaces and for how long; empty when that is not known.
+    waits_for: String,
+    /// The interfaces alone.
+    interfaces: Vec<String>,
 }
 
 impl View {
@@ -104,6 +116,7 @@ impl View {
             let State { host, pid, exited, .. } = &process.state;
             (host.clone(), *pid, *exited, ago(now, process.heard))
         });
+        let job = gather::job(processes, now);
         let mut ranks: Vec<Rank> = Vec::new();
         for process in &alive {
             for comm in process.state.communicators.iter().filter(|comm| comm.ended.is_none()) {
@@ -114,7 +127,7 @@ impl View {
                     gpu: comm.gpu.clone(),
                     host: process.state.host.clone(),
                     process: process.state.pid,
-                    doing: doing(process, comm, now),
+                    doing: doing(process, comm, &job, now),
                 });
             }
         }
@@ -130,7 +143,8 @@ impl View {
             let unless_unknown = |text: String| if text.is_empty() { "-".to_owned() } else { text };
             let global = unless_unknown(global.map_or_else(String::new, |rank| rank.to_string()));
             let place = [host.clone(), process.to_string(), unless_unknown(gpu.clone())];
-            let cells = [[communicator.clone(), rank.to_string(), global], place, doing.clone()].concat();
+            let doing = [doing.call.clone(), doing.since.clone(), doing.waits_for.clone()];
+            let cells = [[communicator.clone(), rank.to_string(), global], place, doing].concat();
             let _ = writeln!(text, "{}", table.left_row(&cells));
         }
         for (host, process, exited, since) in &self.gone {
@@ -151,11 +165,11 @@ impl View {
 
     fn json(&self, notes: &[String]) -> Value {
         let rank = |it: &Rank| {
-            let [call, since, waits_for] = &it.doing;
+            let Doing { call, since, waits_for, interfaces } = &it.doing;
             json!({
                 "communicator": it.communicator, "rank": it.rank, "global_rank": it.global, "host": it.host,
                 "process": it.process, "gpu": Some(&it.gpu).filter(|gpu| !gpu.is_empty()),
-                "call": call, "for": since, "waits_for": waits_for,
+                "call": call, "for": since, "waits_for": waits_for, "interfaces": interfaces,
             })
         };
         let gone = |(host, process, exited, since): &(String, i32, bool, String)| json!({"host": host, "process": process, "has_ended": exited, "since": since});
@@ -191,29 +205,91 @@ fn rates(alive: &[&Process], before: &BTreeMap<ProcessKey, State>) -> BTreeMap<(
     rates
 }
 
-/// What a rank is in, for how long, and what it waits for.
-fn doing(process: &Process, comm: &CommState, now: u64) -> [String; 3] {
-    let open = comm.calls.iter().find(|call| call.open);
-    let Some(call) = open.or_else(|| comm.calls.last()) else {
-        return ["none yet".into(), String::new(), String::new()];
+/// The oldest call that a rank is in, or else its last one.
+fn doing(process: &Process, comm: &CommState, job: &Job, now: u64) -> Doing {
+    let Told { calls, transfers, waits, .. } = comm.told(|when| process.time(when));
+    let all = || calls.iter().chain(&transfers);
+    let open = all().filter(|call| call.open).min_by_key(|call| call.entered);
+    let Some(call) = open.or_else(|| all().max_by_key(|call| call.entered)) else {
+        let none = String::new;
+        return Doing { call: "none yet".into(), since: none(), waits_for: none(), interfaces: Vec::new() };
     };
-    let name = format!("{} #{}", call.func, call.seq);
-    let waits = comm.waits.first().map_or_else(String::new, |wait| {
-        let awaited = match wait.on.as_str() {
-            "network" => format!("send to rank {}", wait.peer),
-            "data" => format!("data of rank {}", wait.peer),
-            "buffer" => format!("buffer of rank {}", wait.peer),
-            _ => "its GPU".into(),
-        };
-        format!("{awaited}, {}", ago(now, process.time(wait.since)))
-    });
-    let name = if open.is_some() { name } else { format!("after {name}") };
-    [name, ago(now, process.time(call.entered)), waits]
+    let name = name_of_call(call.key);
+    let wait = waits.first();
+    let interfaces = wait.map_or_else(Vec::new, |wait| job.interfaces(comm.info().id, comm.rank, wait).to_vec());
+    let over = if interfaces.is_empty() { String::new() } else { format!(" over {}", interfaces.join(" and ")) };
+    let awaited = |wait: &Wait| match wait.on {
+        On::Network => format!("send to rank {}", wait.peer),
+        On::Data => format!("data of rank {}", wait.peer),
+        On::Buffer => format!("buffer of rank {}", wait.peer),
+        On::Gpu => "its GPU".into(),
+    };
+    Doing {
+        call: if open.is_some() { name } else { format!("after {name}") },
+        since: ago(now, call.entered),
+        waits_for: wait.map_or_else(String::new, |wait| format!("{}{over}, {}", awaited(wait), ago(now, wait.since))),
+        interfaces,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::live::network::Connection;
+    use crate::trace::live::{CallState, WaitState};
+
+    #[test]
+    fn a_receive_is_shown_with_its_peer_and_the_interface_over_which_it_waits() {
+        let now = clock::now();
+        let call = |func: &str, peer, age: u64, open| CallState {
+            func: func.into(),
+            seq: 7,
+            peer,
+            count: 8,
+            datatype: "ncclInt8".into(),
+            root: 0,
+            entered: now - age,
+            open,
+        };
+        let process = |rank: i32| {
+            let comm = CommState {
+                id: "a".into(),
+                rank,
+                ranks: 2,
+                calls: vec![call("AllReduce", None, 9_000_000_000, false)],
+                transfers: match rank {
+                    0 => vec![call("Send", Some(1), 8_000_000_000, false)],
+                    _ => vec![call("Recv", Some(0), 6_000_000_000, true), call("Send", Some(0), 1_000_000_000, true)],
+                },
+                waits: match rank {
+                    0 => Vec::new(),
+                    _ => vec![WaitState { peer: 0, on: "data".into(), since: now - 5_000_000_000 }],
+                },
+                ..CommState::default()
+            };
+            let connection = |send, name: &str| Connection {
+                send,
+                peer: format!("node{}:{}", 1 - rank, 101 - rank),
+                interfaces: vec![name.into()],
+                ..Connection::default()
+            };
+            Process::here(State {
+                host: format!("node{rank}"),
+                pid: 100 + rank,
+                now,
+                communicators: vec![comm],
+                connections: vec![connection(true, "eth0"), connection(false, "eth1")],
+                ..State::default()
+            })
+        };
+        let view = View::of(&[process(0), process(1)], &BTreeMap::new(), now);
+        let text = view.text(&[]);
+        let rows: Vec<&str> = text.lines().collect();
+        assert!(rows[1].contains(" after Send #7 to rank 1 ") && rows[1].contains(" 8.0 s"), "{text}");
+        assert!(rows[2].contains(" Recv #7 from rank 0 ") && rows[2].contains(" 6.0 s"), "{text}");
+        assert!(rows[2].contains(" data of rank 0 over eth1, 5.0 s"), "{text}");
+        assert_eq!(view.json(&[])["ranks"][1]["interfaces"], json!(["eth1"]));
+    }
 
     #[test]
     fn processes_that_are_gone_are_listed_while_their_job_runs() {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::graph::{self, Communicators};
-use super::{Call, Exchanged, Finding, Gaps, Member, Route, STUCK_NS, Wait};
+use super::{Call, Exchanged, Finding, Gaps, Member, On, Route, STUCK_NS, Wait};
 use crate::trace::event::CommInfo;
 
 /// Where a process runs.
@@ -88,6 +88,13 @@ impl Job {
     /// How many communicators there are.
     pub(crate) fn communicators(&self) -> usize {
         self.comms.len()
+    }
+
+    /// The interfaces of the connection over which a rank of a communicator waits.
+    pub(crate) fn interfaces(&self, comm: u64, rank: i32, wait: &Wait) -> &[String] {
+        let send = matches!(wait.on, On::Network | On::Buffer);
+        let comm = self.comms.get(&comm).filter(|_| wait.on != On::Gpu);
+        comm.and_then(|comm| comm.route(rank, wait.peer, send)).map_or(&[], |route| &route.interfaces)
     }
 
     /// What the job waits for: nothing when no communicator stands still.
