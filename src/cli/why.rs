@@ -1,12 +1,12 @@
 //! `towline why`: which rank holds the job up, while it runs.
 
 use std::fmt::Write;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::os::error::Result;
 use crate::trace::clock;
 use crate::trace::live::gather;
-use crate::trace::verdict::{Finding, name_of_call};
+use crate::trace::verdict::{Finding, Key, Member, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -17,6 +17,9 @@ use super::output::print;
 /// Between two looks.
 const AGAIN: Duration = Duration::from_secs(2);
 
+/// An answer of which only the durations change is printed again after this.
+const REPEAT: Duration = Duration::from_secs(30);
+
 /// Say which rank holds a running job up, and why.
 ///
 /// The processes remember their last calls and their open operations (unless TOWLINE_STATUS=0). Those of this host are
@@ -26,10 +29,11 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Look again every two seconds, and say what has changed.
+    /// Look again every two seconds, and print the answer when other ranks are named, or for another cause, and every 30
+    /// seconds.
     #[arg(short, long)]
     watch: bool,
-    /// Print JSON, one line for each look.
+    /// Print JSON, a line for each answer.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -38,19 +42,29 @@ pub(crate) struct Options {
 
 /// Runs the subcommand.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
-    let mut before = String::new();
+    let mut printed: Option<(Essence, Instant)> = None;
     loop {
         let answer = Answer::of(options.place.processes()?);
-        let text = if options.json { format!("{}\n", answer.json()) } else { answer.text(&options.place) };
-        if options.json || text != before {
-            print(&text);
+        let essence = answer.essence();
+        if printed.as_ref().is_none_or(|(before, when)| *before != essence || when.elapsed() >= REPEAT) {
+            print(if options.json { format!("{}\n", answer.json()) } else { answer.text(&options.place) });
+            printed = Some((essence, Instant::now()));
         }
         if !options.watch {
             return Ok(answer.verdict());
         }
-        before = text;
         std::thread::sleep(AGAIN);
     }
+}
+
+/// What makes one answer another one: everything but durations and counts of events.
+#[derive(PartialEq, Eq)]
+struct Essence {
+    /// Of each finding the communicator, the kind, the ranks that are named, and the call.
+    findings: Vec<(u64, &'static str, Vec<i32>, Option<Key>)>,
+    alive: usize,
+    communicators: usize,
+    remarks: usize,
 }
 
 /// What was found.
@@ -69,6 +83,18 @@ impl Answer {
         let job = gather::job(processes, now);
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
         Self { communicators: job.communicators(), findings: job.findings(), alive, remarks: found.notes }
+    }
+
+    fn essence(&self) -> Essence {
+        let of = |Finding { comm, verdict, .. }: &Finding| {
+            (comm.id, verdict.kind(), verdict.named(), verdict.waiting.as_ref().map(|waiting| waiting.key))
+        };
+        Essence {
+            findings: self.findings.iter().map(of).collect(),
+            alive: self.alive,
+            communicators: self.communicators,
+            remarks: self.remarks.len(),
+        }
     }
 
     fn verdict(&self) -> Verdict {
@@ -124,26 +150,32 @@ impl Answer {
     }
 }
 
+/// A rank with its process.
+fn place(rank: i32, member: Option<&Member>) -> Value {
+    json!({
+        "rank": rank,
+        "host": member.map(|it| &it.host),
+        "process": member.map(|it| it.pid),
+        "gpu": member.map(|it| &it.gpu).filter(|gpu| !gpu.is_empty()),
+        "global_rank": member.and_then(|it| it.global),
+    })
+}
+
 fn finding(found: &Finding) -> Value {
     let named = found.named().into_iter().map(|named| {
-        let member = named.member.as_ref();
-        json!({
-            "rank": named.rank,
-            "host": member.map(|it| &it.host),
-            "process": member.map(|it| it.pid),
-            "gpu": member.map(|it| &it.gpu).filter(|gpu| !gpu.is_empty()),
-            "global_rank": member.and_then(|it| it.global),
-            "interfaces": named.interfaces,
-        })
+        let mut place = place(named.rank, named.member.as_ref());
+        place["interfaces"] = json!(named.interfaces);
+        place
     });
     let waiting = found.verdict.waiting.as_ref();
+    let waiting_ranks = waiting.map(|it| it.ranks.iter().map(|&rank| place(rank, found.comm.members.get(&rank))));
     json!({
         "communicator": found.comm.title,
         "kind": found.verdict.kind(),
         "sentence": found.sentence(),
         "named": named.collect::<Vec<_>>(),
         "call": waiting.map(|it| name_of_call(it.key)),
-        "waiting": waiting.map(|it| &it.ranks),
+        "waiting": waiting_ranks.map(Iterator::collect::<Vec<_>>),
         "for_ns": waiting.map(|it| it.for_ns),
         "victims": found.victims,
         "unseen": found.verdict.unseen,
@@ -211,5 +243,9 @@ mod tests {
             "rank": 0, "host": "node0", "process": 100, "gpu": "0 at 0000:3b:00.0", "global_rank": 8, "interfaces": ["eth0"],
         }]);
         assert_eq!((&json["findings"][0]["named"], &json["findings"][0]["victims"]), (&named, &json!(1)), "{json}");
+        let waiting = json!({
+            "rank": 1, "host": "node1", "process": 101, "gpu": "1 at 0000:3b:00.0", "global_rank": 9,
+        });
+        assert_eq!(json["findings"][0]["waiting"][1], waiting, "{json}");
     }
 }
