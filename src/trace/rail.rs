@@ -43,7 +43,7 @@ impl Rail {
         match self {
             Rail::Interface(name) => name.text().into(),
             Rail::Number(SEVERAL) => "several rails".into(),
-            Rail::Number(number) => format!("rail {number}"),
+            Rail::Number(number) => format!("unknown interface {number}"),
             Rail::Device(device) => format!("device {device}"),
             Rail::Sockets => "sockets".into(),
         }
@@ -138,8 +138,8 @@ mod tests {
         };
         assert_eq!(of(7, true, 1), (Some("eth1".into()), Some(0)));
         assert_eq!(of(7, true, SEVERAL), (Some("several rails".into()), Some(0)));
-        assert_eq!(of(7, false, 1), (Some("rail 1".into()), None));
-        assert_eq!(of(8, true, 0), (Some("rail 0".into()), Some(0)));
+        assert_eq!(of(7, false, 1), (Some("unknown interface 1".into()), None));
+        assert_eq!(of(8, true, 0), (Some("unknown interface 0".into()), Some(0)));
     }
 
     #[test]

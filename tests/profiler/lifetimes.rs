@@ -397,7 +397,7 @@ fn a_running_job_answers_on_its_control_socket_and_over_http() {
     let process = check::process(&text);
     let labels = r#"comm="world",func="AllReduce",algorithm="RING",protocol="SIMPLE""#;
     assert!(text.contains(&format!("towline_collectives_total{{{process},{labels}}} 10\n")), "{text}");
-    let labels = r#"interface="rail 0",direction="send""#;
+    let labels = r#"interface="unknown interface 0",direction="send""#;
     assert!(text.contains(&format!("towline_wire_bytes_total{{{process},{labels}}} {}\n", 10 * 4 * 512)), "{text}");
 
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();

@@ -245,7 +245,7 @@ mod tests {
         links.learn(9, true, vec!["eth0".into(), "eth2".into()], "node2");
         let rows = rows_of(&Rank { number: 0, place: Place::default(), records, links }, 1);
         let names: Vec<_> = rows.keys().map(|(_, _, name)| name.as_str()).collect();
-        assert_eq!(names, ["call", "send to 5", "send to 10", "eth2 out", "eth10 out", "rail 1 out"]);
+        assert_eq!(names, ["call", "send to 5", "send to 10", "eth2 out", "eth10 out", "unknown interface 1 out"]);
         assert_eq!(rows[&(0, 0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
         let picture = svg(&[("rank <0>".to_owned(), rows)], (1, 9));
         assert!(picture.contains("rank &lt;0>") && picture.contains("77 B") && !picture.contains("88 B"), "{picture}");

@@ -279,8 +279,12 @@ impl Comm {
         let SlowPair { pair, worst, middle } = slow_pair(&self.figures.whole)?;
         let lasts = self.figures.lasts(|slice| slow_pair(slice).is_some_and(|found| found.pair == pair));
         lasts.then(|| {
+            let own =
+                |&&(rank, peer, rail, send): &&(i32, i32, Rail, bool)| (rank, peer) == pair && send && rail.is_one();
+            let names: Vec<String> = self.figures.whole.wires.keys().filter(own).map(|key| key.2.name()).collect();
+            let over = if names.is_empty() { String::new() } else { format!(" over {}", names.join(" and ")) };
             format!(
-                "the way from {} to {} is slow: a step moves {} there, {} between the middle pair",
+                "the way from {} to {}{over} is slow: a step moves {} there, {} between the middle pair",
                 self.name_of(pair.0),
                 self.name_of(pair.1),
                 speed(worst),

@@ -26,9 +26,13 @@ fn ring_of(in_a_mib: u64, ranks: i32, ns: impl Fn(usize, i32) -> u64) -> Comm {
 
 #[test]
 fn a_way_that_is_slow_throughout_is_told_and_one_that_was_slow_once_is_not() {
-    let lasting = ring(4, |_, rank| if rank == 2 { 4 } else { 2 });
+    let mut lasting = ring(4, |_, rank| if rank == 2 { 4 } else { 2 });
+    for (peer, name) in [(3, "eth2"), (3, "eth1"), (1, "eth0")] {
+        lasting.figures.whole.wires.insert((2, peer, Rail::Interface(name.into()), true), (1, 1));
+    }
     let told = lasting.slow_pairs().expect("twice as slow as its like");
-    assert!(told.starts_with("the way from rank 2 (host) to rank 3 (host) is slow"), "{told}");
+    assert!(told.starts_with("the way from rank 2 (host) to rank 3 (host) over eth"), "{told}");
+    assert!(told.contains("eth1") && told.contains("eth2") && !told.contains("eth0"), "{told}");
     let with_a_pause = ring(4, |slice, rank| if slice == 1 { 0 } else { 2 + 2 * u64::from(rank == 2) });
     assert!(with_a_pause.slow_pairs().is_some(), "nothing moved in one slice");
     // Another program ran on its host for a while: as slow in the whole.
