@@ -11,6 +11,7 @@ mod chain_wire;
 mod check;
 mod dashboard;
 mod disk;
+mod exposition;
 mod figures;
 mod gpu;
 mod host;
