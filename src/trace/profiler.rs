@@ -44,6 +44,9 @@ const EXIT: Duration = Duration::from_secs(2);
 /// no time for it.
 const LONGEST: Duration = Duration::from_secs(30);
 
+/// How long the exit handler waits for the file systems of the state file and the control socket.
+const LEAVE: Duration = Duration::from_secs(1);
+
 /// Opens a second profiler for the interface's version that NCCL speaks to us.
 pub(crate) type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 
@@ -450,7 +453,17 @@ extern "C" fn at_exit() {
         profiler.finish(EXIT);
         let (reply, wait) = mpsc::channel();
         let asked = profiler.requests.send(Request::Exit(reply)).is_ok();
-        super::state_file::leave(asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten());
-        super::service::leave();
+        let last_words = asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten();
+        let (done, wait) = mpsc::channel();
+        // Not on this thread: the file system may not answer, and a file beyond RLIMIT_FSIZE makes the kernel send its writer
+        // SIGXFSZ, which the library's own threads block.
+        let leave = move || {
+            super::state_file::leave(last_words);
+            super::service::leave();
+            let _ = done.send(());
+        };
+        if crate::os::thread::spawn("towline-exit", leave).is_ok() {
+            let _ = wait.recv_timeout(LEAVE);
+        }
     }
 }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Mutex, TryLockError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::claim::{claim, is_older};
@@ -68,20 +68,11 @@ fn with_room(mut text: String) -> String {
     text
 }
 
-/// The process ends: the file gets its last words, or goes too when there are none.
+/// The process ends: the file gets its last words, or goes too when there are none. It may wait for a file system.
 pub(super) fn leave(last_words: Option<String>) {
     LEFT.store(true, Ordering::Release);
-    // A file system that does not answer must not keep the process.
-    let mut tries = 0..50;
-    let mut state = loop {
-        match STATE.try_lock() {
-            Ok(state) => break Some(state),
-            Err(TryLockError::Poisoned(state)) => break Some(state.into_inner()),
-            Err(TryLockError::WouldBlock) if tries.next().is_some() => std::thread::sleep(Duration::from_millis(20)),
-            Err(TryLockError::WouldBlock) => break None,
-        }
-    };
-    if let Some((owner, path)) = state.as_mut().and_then(|state| state.take())
+    let kept = STATE.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some((owner, path)) = kept
         && owner == std::process::id()
     {
         let _ = match last_words {

@@ -532,7 +532,9 @@ impl Writer {
             let lost = trace.file().lost();
             // Where writing failed, that was said.
             if lost > 0 && !self.complained {
-                let what = format!("the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT)");
+                let what = format!(
+                    "the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT, ulimit -f)"
+                );
                 say(Level::Warn, &what);
             }
         }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -102,15 +103,75 @@ fn on_a_disk_that_is_too_small_the_newest_part_is_kept() {
     );
     let files = check::traces(disk.path());
     let said = report(&files);
-    assert!(said.contains("begins after the process did") && !said.contains("ends before"), "{said}");
+    let reason = "begins after the process did: older parts have made room (the disk was full)";
+    assert!(said.contains(reason) && !said.contains("ends before"), "{said}");
+    assert!(newest_calls(&files, CALLS) < CALLS, "the disk had no room for all");
+    let length: u64 = files.iter().map(|file| file.metadata().unwrap().len()).sum();
+    assert!(length >= 300 << 10, "{length} bytes of 1 MiB");
+}
+
+/// How many of `count` calls are in these files: the newest ones.
+fn newest_calls(files: &[PathBuf], count: u64) -> u64 {
     let mut all: Vec<u64> = files.iter().flat_map(|file| calls(file)).collect();
     all.sort_unstable();
     all.dedup();
     let kept = all.len() as u64;
-    assert!(kept < CALLS, "the disk had no room for all");
-    assert_eq!(all, (CALLS - kept..CALLS).collect::<Vec<_>>());
-    let length: u64 = files.iter().map(|file| file.metadata().unwrap().len()).sum();
-    assert!(length >= 300 << 10, "{length} bytes of 1 MiB");
+    assert_eq!(all, (count - kept..count).collect::<Vec<_>>());
+    kept
+}
+
+/// Sets a limit for the files of a process.
+fn set_longest_file(pid: u32, bytes: u64) -> std::io::Result<()> {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+    // SAFETY: `limit` is there for the call; the old one is not asked for.
+    let set = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_FSIZE, &raw const limit, std::ptr::null_mut()) };
+    if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[test]
+fn where_files_may_not_grow_the_newest_part_is_kept() {
+    const CALLS: u64 = 300;
+    const LONGEST: u64 = 640 << 10;
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = super::command(&format!("disk:{CALLS}"), dir.path());
+    let control = dir.path().join("control");
+    command.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_CONTROL", control);
+    // SAFETY: only a system call, of which the closure's own values are the arguments.
+    unsafe { command.pre_exec(|| set_longest_file(0, LONGEST)) };
+    super::finish(command.spawn().unwrap());
+    let files = check::traces(dir.path());
+    let said = report(&files);
+    assert!(said.contains("begins after the process did") && !said.contains("ends before"), "{said}");
+    assert!(newest_calls(&files, CALLS) < CALLS, "there was no room for all");
+    let lengths: Vec<u64> = files.iter().map(|file| file.metadata().unwrap().len()).collect();
+    assert!(
+        lengths.iter().all(|&length| length <= LONGEST) && lengths.iter().sum::<u64>() > LONGEST / 3,
+        "{lengths:?}"
+    );
+}
+
+/// The kernel sends SIGXFSZ to a thread that writes beyond the limit.
+#[test]
+fn no_signal_ends_a_process_that_may_not_write_any_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let control = dir.path().join("control");
+    let mut child = super::command("disk:40/wait", dir.path())
+        .env("TOWLINE_PROFILE", "all")
+        .env("TOWLINE_PROFILE_CONTROL", control)
+        .env("TOWLINE_STATE_DIR", dir.path())
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let has_state = || {
+        let mut names = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        names.any(|path| path.extension().is_some_and(|ending| ending == "state")).then_some(())
+    };
+    crate::support::eventually("there is a state", Duration::from_secs(60), has_state);
+    set_longest_file(child.id(), 1024).unwrap();
+    child.stdin.take().unwrap().write_all(b"go on\n").unwrap();
+    let output = super::finish(child);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.contains("the trace ends here: "), "{errors}");
 }
 
 #[test]

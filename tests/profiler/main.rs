@@ -15,6 +15,7 @@ mod exposition;
 mod figures;
 mod gpu;
 mod host;
+mod hung;
 mod lifetimes;
 mod merge;
 mod picture;
@@ -55,6 +56,7 @@ fn scenario() {
         ("several", args) => why::play_several(args),
         ("metrics", _) => dashboard::play(),
         ("disk", calls) => disk::play(calls),
+        ("hung", _) => hung::play(),
         ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),

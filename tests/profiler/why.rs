@@ -14,7 +14,8 @@ use super::disk::Disk;
 use super::gpu::{self, Gpu};
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
-use crate::support::netns::available;
+use crate::support::faults::nft;
+use crate::support::netns::{Namespace, available};
 
 /// Of each job in which something is wrong: the smallest one where two ranks are enough to tell, and one as large as a host.
 const RANKS: [i32; 8] = [3, 16, 3, 2, 2, 3, 16, 3];
@@ -125,7 +126,7 @@ fn operation(peer: i32, send: bool) -> Event<'static> {
 }
 
 /// An operation of this call that waits.
-fn hang(comm: &Comm, call: *mut c_void, peer: i32, send: bool, state: ncclProfilerEventState_t) {
+pub(crate) fn hang(comm: &Comm, call: *mut c_void, peer: i32, send: bool, state: ncclProfilerEventState_t) {
     let step = comm.start(comm.start(call, operation(peer, send)), Event::ProxyStep { step: 0 });
     comm.host.state(step, state, 0);
 }
@@ -430,8 +431,14 @@ fn one_who_watches_is_told_when_a_rank_stops_and_when_it_goes_on() {
     let top = Watch::start(&["top"], dir.path());
     why.until("rank 1 (");
     top.until("AllReduce #3");
+    let json = Watch::start(&["why", "--watch", "--json"], dir.path());
+    json.until("has not entered it");
+    // Only the durations change.
+    let again = [&why, &json].map(|watch| watch.1.recv_timeout(Duration::from_secs(9)));
+    assert!(again.iter().all(Result::is_err), "{again:?}");
     job.signal_odd(libc::SIGSTOP);
     why.until("has given no sign of life");
+    json.until("has given no sign of life");
     top.until("was last heard of");
     job.signal_odd(libc::SIGCONT);
     why.until("has not entered it");
@@ -551,6 +558,53 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     assert!(notes.contains(&place) && notes.contains("does TOWLINE_KEY_FILE name the job's key file here"), "{notes}");
     let (_, code, errors) = why_at(&hosts, None);
     assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
+}
+
+/// The same command in a network namespace.
+fn inside(namespace: &Namespace, command: &Command) -> Command {
+    let mut ip = Command::new("ip");
+    ip.args(["netns", "exec", namespace.name()]).arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => ip.env(name, value),
+            None => ip.env_remove(name),
+        };
+    }
+    ip.stdout(Stdio::piped());
+    ip
+}
+
+#[test]
+fn hosts_that_drop_what_is_sent_to_them_hide_no_process_and_take_the_time_of_one() {
+    const SILENT: usize = 60;
+    if !available() {
+        return;
+    }
+    let host = Namespace::new();
+    host.ip("address add 10.99.0.1/16 dev lo");
+    nft(&host, "add table inet cut\nadd chain inet cut in { type filter hook input priority 0 ; }");
+    nft(&host, "add rule inet cut in ip daddr 10.99.0.0/16 drop");
+    let dir = tempfile::tempdir().unwrap();
+    let key = key(dir.path(), "key", &[b'k'; 40]);
+    let mut rank = super::command(&format!("stuck:0/2/wait/{VERSION}"), dir.path());
+    rank.env("TOWLINE_STATE_DIR", dir.path()).env("TOWLINE_KEY_FILE", &key).env("TOWLINE_STATUS_LISTEN", "9500");
+    let mut job = Job(vec![inside(&host, &rank).spawn().unwrap()]);
+    let output = BufReader::new(job.0[0].stdout.take().unwrap());
+    assert!(output.lines().map_while(Result::ok).any(|line| line.ends_with("ready")), "a rank comes to the call");
+    let mut hosts: Vec<String> = (1..=SILENT).map(|number| format!("10.99.1.{number}:9500")).collect();
+    hosts.push("127.0.0.1:9500".into());
+    let mut why = Command::new(env!("CARGO_BIN_EXE_towline"));
+    why.args(["why", "--json", "--host", &hosts.join(",")]).env("TOWLINE_KEY_FILE", &key);
+    let began = Instant::now();
+    let output = inside(&host, &why).output().unwrap();
+    let took = began.elapsed();
+    let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(said["processes"].as_u64(), Some(1), "{said}");
+    let notes: Vec<&str> = said["notes"].as_array().unwrap().iter().map(|note| note.as_str().unwrap()).collect();
+    assert_eq!(notes.len(), SILENT, "{said}");
+    assert!(notes.iter().all(|note| note.starts_with("10.99.1.") && note.contains(" cannot be reached (")), "{said}");
+    // What docs/profiling.md promises, and time for the command itself.
+    assert!(took < Duration::from_secs(18 + 4), "{took:?}");
 }
 
 #[test]

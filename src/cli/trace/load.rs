@@ -117,8 +117,9 @@ fn aligned(mut processes: Vec<Process>, mut remarks: Vec<String>) -> Loaded {
             ));
         }
         if process.begins_late {
+            let why = if process.made_room { "the disk was full" } else { "TOWLINE_PROFILE_LIMIT" };
             remarks.push(format!(
-                "the trace of {}:{} begins after the process did: older parts have made room (TOWLINE_PROFILE_LIMIT), or its \
+                "the trace of {}:{} begins after the process did: older parts have made room ({why}), or its \
                  .earlier.pftrace is not among these files",
                 info.host, info.pid
             ));

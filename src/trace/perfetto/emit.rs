@@ -215,6 +215,10 @@ impl Emitter {
         if self.out.file().is_due() {
             self.turn(now);
         }
+        if self.out.file().take_made_room() {
+            let name = "older parts of the trace were removed: the disk was full";
+            self.out.instant(self.tracks.process(), now, category::MADE_ROOM, name, &Annotations::new());
+        }
         self.note_cut(now);
     }
 

@@ -56,6 +56,8 @@ pub(crate) struct TraceFile {
     may_turn: bool,
     /// How often it has done so.
     turns: u64,
+    /// Older parts were removed for want of room on the disk, and nothing in this file says so yet.
+    made_room: bool,
     /// The remaining room of the file: one packet that marks its end.
     last_words: LastWords,
 }
@@ -72,6 +74,7 @@ impl TraceFile {
     /// A new file; `stem` gets a number if there was a file of that name.
     pub(crate) fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
+        let limit = limit.min(longest());
         let path = dir.join(format!("{stem}.{ENDING}"));
         let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open_new)?;
         Ok(Self {
@@ -87,6 +90,7 @@ impl TraceFile {
             full: false,
             may_turn: limit / 2 >= LEAST,
             turns: 0,
+            made_room: false,
             last_words: LastWords::NotYet,
         })
     }
@@ -105,6 +109,7 @@ impl TraceFile {
         self.may_turn = false;
         self.flush()?;
         std::fs::rename(&self.path, self.path_of_earlier())?;
+        self.made_room |= self.scarce && self.earlier > 0;
         (self.earlier, self.written, self.scarce) = (self.written, 0, false);
         self.file = open_new(&self.path)?;
         self.turns += 1;
@@ -181,6 +186,11 @@ impl TraceFile {
         now
     }
 
+    /// Whether older parts have made room on a full disk; true once for each time.
+    pub(crate) fn take_made_room(&mut self) -> bool {
+        !self.full && std::mem::take(&mut self.made_room)
+    }
+
     /// Writes what was added. On a full disk the file before this one makes room; where there is none, the file is cut back to its
     /// last whole packet and tracing ends.
     ///
@@ -201,7 +211,7 @@ impl TraceFile {
             && self.earlier > 0
             && std::fs::remove_file(self.path_of_earlier()).is_ok()
         {
-            self.earlier = 0;
+            (self.earlier, self.made_room) = (0, true);
             result = self.write();
         }
         match &result {
@@ -229,6 +239,14 @@ fn room(file: &File) -> Option<u64> {
     // SAFETY: the descriptor is open and `found` is there for the call.
     let done = unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut found) };
     (done == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// The most bytes that this process may write to a file (`ulimit -f`).
+fn longest() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is there for the call, which fills it or leaves it alone.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur
 }
 
 fn open_new(path: &Path) -> io::Result<Registered<File>> {

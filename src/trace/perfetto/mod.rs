@@ -44,6 +44,8 @@ pub mod category {
     pub(crate) const STATE: &str = "towline.state";
     /// Each second while a communicator exists: the process runs, and its profiler writes.
     pub(crate) const HEARTBEAT: &str = "towline.heartbeat";
+    /// Older parts of the trace were removed, since the disk was full.
+    pub(crate) const MADE_ROOM: &str = "towline.made_room";
     /// At most once, the last packet: what happened later is not in the file.
     pub(crate) const CUT: &str = "towline.cut";
 }

@@ -42,6 +42,8 @@ pub struct Process {
     pub cut: Option<u64>,
     /// The file before is missing.
     pub begins_late: bool,
+    /// Older files were removed because the disk was full.
+    pub made_room: bool,
     /// Events that were open when it ended.
     pub halves: HashSet<u64>,
     /// How many files went before this one.
@@ -87,6 +89,7 @@ impl Process {
         }
         self.heartbeat = next.heartbeat.or(self.heartbeat);
         (self.cut, self.turns) = (next.cut, next.turns);
+        self.made_room |= next.made_room;
         None
     }
 
@@ -380,6 +383,7 @@ impl Reader {
         match category {
             Some(category::HEARTBEAT) => self.process.heartbeat = Some(when),
             Some(category::CUT) => self.process.cut = Some(when),
+            Some(category::MADE_ROOM) => self.process.made_room = true,
             Some(category::INTERFACE) => {
                 let (link, send) = (fields.uint("link"), fields.bool("send"));
                 self.process.links.add(link, send, fields.text("interface"));
