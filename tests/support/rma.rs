@@ -26,6 +26,9 @@ enum Table {
 /// What carries a listener's address to the other ranks.
 pub type RmaHandle = [u8; ffi::NCCL_NET_HANDLE_MAXSIZE as usize];
 
+/// The contexts of a block.
+const CONTEXTS: u8 = 4;
+
 /// A place in registered memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Spot {
@@ -145,7 +148,7 @@ impl Rma {
 
     /// Makes a context of a group.
     pub fn create_context(&self, group: Object) -> Result<Object> {
-        let mut config = ffi::ncclRmaConfig_v14_t { nContexts: 4, trafficClass: -1, rankStride: 1 };
+        let mut config = ffi::ncclRmaConfig_v14_t { nContexts: CONTEXTS.into(), trafficClass: -1, rankStride: 1 };
         let mut context = null_mut();
         call!(self.createContext(group.raw(), &raw mut config, &raw mut context))?;
         Object::of(context).ok_or(Code::NotOffered("a context"))
@@ -184,17 +187,21 @@ impl Rma {
     ) -> Result<Object> {
         let mut request = null_mut();
         let (context, source, target) = (context.raw(), from.raw(), to.raw());
+        // Of the block's contexts any: they share all promises.
+        let number = (from.offset % u64::from(CONTEXTS)) as c_int;
         match signal {
             None => call_with_flags!(self.iput(
-                context, 0, from.offset, source, size, to.offset, target, rank; &raw mut request
+                context, number, from.offset, source, size, to.offset, target, rank; &raw mut request
             ))?,
             Some(PutSignal { at, value }) => {
                 let operation = if value.is_some() { ffi::NCCL_RMA_SIGNAL_ADD } else { ffi::NCCL_RMA_SIGNAL_INC };
                 // With an increment the value means nothing.
-                let value = value.unwrap_or(77);
+                let added = value.unwrap_or(77);
+                // What NCCL asks of strong ones Towline promises of weak ones, too.
+                let is_strong = value.is_none();
                 call_with_flags!(self.iputSignal(
-                    context, 0, from.offset, source, size, to.offset, target, rank, at.offset, at.raw(), value, operation,
-                    true; &raw mut request
+                    context, number, from.offset, source, size, to.offset, target, rank, at.offset, at.raw(), added,
+                    operation, is_strong; &raw mut request
                 ))?;
             }
         }
