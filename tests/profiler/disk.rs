@@ -52,9 +52,9 @@ impl Drop for Disk {
 }
 
 /// Makes so many calls, and lets the profiler's thread write them down now and then: none is dropped on a busy machine.
-/// Half way it waits for a line, if it is to: `CALLS` or `CALLS/wait`.
+/// `CALLS`, `CALLS/wait`, which waits for a line half way, or `CALLS/exit`, which then also ends without `finalize`.
 pub(crate) fn play(args: &str) {
-    let (calls, waits) = args.split_once('/').map_or((args, false), |(calls, _)| (calls, true));
+    let (calls, how) = args.split_once('/').unwrap_or((args, ""));
     let calls: u64 = calls.parse().unwrap();
     let control = std::env::var("TOWLINE_PROFILE_CONTROL").unwrap();
     let mut mask = 0;
@@ -68,11 +68,13 @@ pub(crate) fn play(args: &str) {
             stream.write_all(b"flush\n").unwrap();
             stream.read_to_string(&mut String::new()).unwrap();
         }
-        if waits && seq == calls / 2 {
+        if !how.is_empty() && seq == calls / 2 {
             std::io::stdin().read_line(&mut String::new()).unwrap();
         }
     }
-    comm.finalize();
+    if how != "exit" {
+        comm.finalize();
+    }
 }
 
 fn report(files: &[PathBuf]) -> String {
@@ -155,7 +157,7 @@ fn where_files_may_not_grow_the_newest_part_is_kept() {
 fn no_signal_ends_a_process_that_may_not_write_any_more() {
     let dir = tempfile::tempdir().unwrap();
     let control = dir.path().join("control");
-    let mut child = super::command("disk:40/wait", dir.path())
+    let mut child = super::command("disk:40/exit", dir.path())
         .env("TOWLINE_PROFILE", "all")
         .env("TOWLINE_PROFILE_CONTROL", control)
         .env("TOWLINE_STATE_DIR", dir.path())
