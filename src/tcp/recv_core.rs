@@ -367,6 +367,12 @@ impl RecvCore {
         Ok(())
     }
 
+    /// The bytes of the frame that began on stream `index` and has not ended.
+    #[inline]
+    pub(crate) fn open_length(&self, index: usize) -> u64 {
+        self.streams[index].open.as_ref().map_or(0, |open| u64::from(open.length))
+    }
+
     /// The payload of the frame that began on stream `index` is in its place.
     #[inline]
     pub fn end(&mut self, index: usize) -> End {

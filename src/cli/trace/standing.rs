@@ -86,7 +86,8 @@ fn routes(process: &Process, correction: &Correction) -> BTreeMap<u64, Vec<Route
                     names.insert(name.text().to_owned());
                 }
                 route.moved = correction.apply(*when);
-                route.bytes += if part.resend { 0 } else { part.length };
+                // What was sent twice arrives once, the first time or the second.
+                route.bytes += if part.send && part.resend { 0 } else { part.length };
             }
             _ => {}
         }

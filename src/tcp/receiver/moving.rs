@@ -212,7 +212,6 @@ impl RecvConn {
         followed: &mut Option<Followed>,
     ) -> Result<Target> {
         Counters::count(&self.counters.chunks, 1);
-        Counters::count(&self.counters.bytes, u64::from(header.length));
         if index > 0 {
             self.is_short.store(header.total < CHUNK_MAX, Ordering::Relaxed);
         }
@@ -270,6 +269,8 @@ impl RecvConn {
                 None => state.joined.push((part, chunk, began)),
             }
         }
+        // Each byte once, when it is here: with the sender's count this shows what is under way.
+        Counters::count(&self.counters.bytes, state.core.open_length(index));
         match state.core.end(index) {
             End::More | End::Staged => {}
             End::Complete(part, total) => {

@@ -70,6 +70,30 @@ fn what_no_request_waits_for_is_acknowledged_together() {
     conn.close();
 }
 
+/// The sender counts what leaves: the difference is what is under way (`towline why`).
+#[test]
+fn bytes_are_counted_when_all_of_their_frame_is_here() {
+    const SIZE: usize = 8192;
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let mut theirs = join(&conn, 0);
+    let mut target = vec![0_u8; SIZE];
+    // SAFETY: the target lives until the request is done, and there is no profiler.
+    let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), SIZE, 0)], &[std::ptr::null_mut()]) };
+    let ticket = posted.expect("it lives").expect("a slot is free");
+    let header = Header { flags: EAGER, length: SIZE as u32, total: SIZE as u64, ..Header::of(Type::Data, 0) };
+    theirs.write_all(&[&header.encode()[..], &[7; SIZE / 2]].concat()).expect("it lives");
+    let counted = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    loopback::wait_until("it does not begin", || {
+        assert!(conn.test(ticket).expect("it lives").is_none());
+        counted(&conn.counters().chunks) == 1
+    });
+    assert_eq!(counted(&conn.counters().bytes), 0);
+    theirs.write_all(&[7; SIZE / 2]).expect("it lives");
+    loopback::wait_until("it does not come", || conn.test(ticket).expect("it lives").is_some());
+    assert_eq!((counted(&conn.counters().bytes), target), (SIZE as u64, vec![7; SIZE]));
+    conn.close();
+}
+
 /// Marked chunks pass through a buffer that is smaller than they are, and something follows them.
 #[test]
 fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
