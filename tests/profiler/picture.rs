@@ -149,7 +149,7 @@ fn the_rails_counters_add_up_to_the_bytes_that_were_moved() {
     for rail in 0..2 {
         for way in ["sent", "received"] {
             let of = |what: &str| -> &[(u64, i64)] {
-                let name = format!("rail {rail} {way}: {what}");
+                let name = format!("unknown interface {rail} {way}: {what}");
                 let tracks: Vec<_> = picture.tracks.iter().filter(|(_, (track, _))| *track == name).collect();
                 assert_eq!(tracks.len(), 1, "{name}");
                 assert_eq!(picture.way(*tracks[0].0), [name.as_str()], "right under the process");
