@@ -88,11 +88,13 @@ fn a_state_directory_that_does_not_answer_keeps_nobody_waiting() {
     assert!(lines.any(|line| line.ends_with("ready")), "NCCL's threads wait");
     let mut why = Command::new(env!("CARGO_BIN_EXE_towline"));
     let why = why.args(["why", "--dir"]).arg(hung.path()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut socket = UnixStream::connect(&control).unwrap();
-    socket.write_all(b"status\n").unwrap();
-    let mut status = String::new();
-    socket.read_to_string(&mut status).unwrap();
-    assert!(status.contains("\"seq\":100"), "{status}");
+    crate::support::eventually("the control socket tells of the last call", Duration::from_secs(10), || {
+        let mut socket = UnixStream::connect(&control).unwrap();
+        socket.write_all(b"status\n").unwrap();
+        let mut status = String::new();
+        socket.read_to_string(&mut status).unwrap();
+        status.contains("\"seq\":100").then_some(())
+    });
     // The log does not wait for the other ranks' states either.
     let mut errors = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     let warned = errors.find(|line| line.contains(" been in AllReduce #100 for ")).expect("a warning");
