@@ -22,7 +22,7 @@ use crate::engine::events::Events;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::engine::schedule::attend::Attention;
-use crate::engine::schedule::constants::{HOT, HOT_BETWEEN};
+use crate::engine::schedule::constants::{CHUNK_MAX, FEW, HOT, HOT_BETWEEN};
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
@@ -154,7 +154,7 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last message for workers was one of those that are over soon ([`HOT_BETWEEN`]).
+    /// Whether the last message for workers was short, and one of few ([`HOT_BETWEEN`]).
     pub(super) is_short: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
@@ -229,6 +229,12 @@ impl<D: Direction> Connection<D> {
     #[inline]
     pub(super) fn state(&self) -> MutexGuard<'_, D::State> {
         lock(&self.state)
+    }
+
+    /// Workers move a message of `length` bytes, one of `under_way` on this connection.
+    #[inline]
+    pub(super) fn note_message(&self, length: u64, under_way: usize) {
+        self.is_short.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
     }
 
     /// Registers a socket with the worker of stream `index`: every step of adding a stream that may fail, so it comes

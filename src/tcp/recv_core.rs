@@ -338,6 +338,12 @@ impl RecvCore {
         Ok(place)
     }
 
+    /// How many messages are under way: the one whose frame has just begun, and all before it that are not complete.
+    #[inline]
+    pub(crate) fn under_way(&mut self, header: &Header) -> usize {
+        (header.order - self.tag(header.tag).base) as usize + 1
+    }
+
     /// The peer refers to the `order`-th message with `tag`: returns its entry, for which room is made if there is
     /// none.
     #[inline]
@@ -664,6 +670,24 @@ mod tests {
 
     /// Found by the fuzzer of calls: the rest of an early message came while `irecv` was failing, since its buffer was too
     /// small, and all of the message was copied into it.
+    #[test]
+    fn messages_are_under_way_until_all_before_them_are_complete() {
+        let mut core = RecvCore::default();
+        let frame = |order, offset| Header { tag: 7, message: order, order, ..chunk(offset, 128, 256) };
+        for index in 0..3 {
+            core.stream_up(index, 1);
+            core.post(7, 256, Part { slot: index as u16, part: 0 }).unwrap();
+        }
+        for (index, order) in [(0, 0), (1, 1), (2, 2)] {
+            core.begin(index, &frame(order, 0)).unwrap();
+            assert_eq!(core.under_way(&frame(order, 0)), index + 1);
+        }
+        core.end(0);
+        core.begin(0, &frame(0, 128)).unwrap();
+        assert!(matches!(core.end(0), End::Complete(..)));
+        assert_eq!(core.under_way(&frame(2, 0)), 2);
+    }
+
     #[test]
     fn a_receive_that_is_refused_is_not_posted() {
         let mut core = RecvCore::default();

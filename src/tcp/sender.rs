@@ -30,7 +30,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::{CHUNK_MAX, INLINE_MAX, OWN_MAX};
+use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX};
 use crate::engine::schedule::load;
 use crate::engine::span::Span;
 use crate::os::error::Result;
@@ -435,7 +435,7 @@ impl SendConn {
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > OWN_MAX {
-            self.is_short.store((length as u64) < CHUNK_MAX, Ordering::Relaxed);
+            self.note_message(length as u64, self.requests.outstanding());
             self.grow();
         }
         let hand_over = self.is_for_workers(length as u64);

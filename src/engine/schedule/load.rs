@@ -10,7 +10,7 @@
 
 use std::cell::Cell;
 
-use crate::engine::schedule::constants::{ENOUGH_COPIED, LATELY_NS, WORTH_COUNTING};
+use crate::engine::schedule::constants::{ENOUGH_COPIED, LATELY_NS, PAGE};
 use crate::os::ticks::Ticks;
 
 thread_local! {
@@ -37,10 +37,11 @@ impl Load {
     }
 }
 
-/// The calling thread has moved `bytes` from or to a socket.
+/// The calling thread has moved `bytes` from or to a socket. Less than a page is not counted: that takes less than a
+/// microsecond.
 #[inline]
 pub(crate) fn copied(bytes: usize) {
-    if bytes >= WORTH_COUNTING {
+    if bytes as u64 >= PAGE {
         // A thread whose variables are already gone is about to end.
         let _ = MINE.try_with(|mine| {
             let now = Ticks::now();
@@ -90,7 +91,7 @@ mod tests {
     #[test]
     fn short_messages_never_count() {
         std::thread::spawn(|| {
-            (0..1000).for_each(|_| copied(WORTH_COUNTING - 1));
+            (0..1000).for_each(|_| copied(PAGE as usize - 1));
             assert!(!is_high());
         })
         .join()

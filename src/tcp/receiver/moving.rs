@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use super::{Body, Fence, Followed, Io, RecvConn, State, Target, profiled};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
-use crate::engine::schedule::constants::{CHUNK_MAX, RECEIVE_SHARE};
+use crate::engine::schedule::constants::RECEIVE_SHARE;
 use crate::engine::schedule::load;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -212,10 +212,11 @@ impl RecvConn {
         followed: &mut Option<Followed>,
     ) -> Result<Target> {
         Counters::count(&self.counters.chunks, 1);
+        let place = state.core.begin(index, header)?;
         if index > 0 {
-            self.is_short.store(header.total < CHUNK_MAX, Ordering::Relaxed);
+            self.note_message(header.total, state.core.under_way(header));
         }
-        match state.core.begin(index, header)? {
+        match place {
             Place::Posted(part, offset) => {
                 if self.events.has_sink() {
                     *followed = Some(Followed { part, chunk: profiled(header, index), began: None });

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 use super::*;
-use crate::engine::schedule::constants::ACK_EVERY;
+use crate::engine::schedule::constants::{ACK_EVERY, CHUNK_MAX, FEW};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
@@ -30,6 +30,18 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     // As a handshake that had ended by then.
     let _late = join(&conn, 1);
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
+}
+
+/// Workers poll longer only for what a GPU waits for: a few short messages.
+#[test]
+fn workers_poll_longer_for_few_short_messages() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    for (length, under_way, longer) in
+        [(CHUNK_MAX - 1, FEW, true), (CHUNK_MAX - 1, FEW + 1, false), (CHUNK_MAX, 1, false)]
+    {
+        conn.note_message(length, under_way);
+        assert_eq!(conn.is_short.load(Ordering::Relaxed), longer, "{length} bytes, {under_way}");
+    }
 }
 
 /// What no request waits for is acknowledged now and then; what a request waits for, at once.
