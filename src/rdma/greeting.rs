@@ -349,7 +349,9 @@ impl Greeting {
                 Ok(Next::Stage(Sending::AwaitsAnswer))
             }
             Sending::AwaitsAnswer => {
-                let Some(answer) = state.talk.read(sock)? else { return Ok(Next::Waits(stage, None)) };
+                let Some(answer) = state.talk.read(sock)? else {
+                    return Ok(Next::Waits(stage, state.talk.again()));
+                };
                 let Common { net, adapters } = &self.common;
                 let class = Class::new(&net.config, self.link.traffic_class);
                 let qps = answer.qps.len();
@@ -369,11 +371,11 @@ impl Greeting {
         match stage {
             Receiving::AwaitsOffer => match state.talk.read(sock)? {
                 Some(offer) => self.offered(state, &offer).map(Next::Stage),
-                None => Ok(Next::Waits(stage, None)),
+                None => Ok(Next::Waits(stage, state.talk.again())),
             },
             Receiving::AwaitsAccept { fabric, own } => {
                 let Some(accept) = state.talk.read(sock)? else {
-                    return Ok(Next::Waits(Receiving::AwaitsAccept { fabric, own }, None));
+                    return Ok(Next::Waits(Receiving::AwaitsAccept { fabric, own }, state.talk.again()));
                 };
                 // Checked when it was received: both fit a byte.
                 let byte = |number| u8::try_from(number).unwrap_or(0);

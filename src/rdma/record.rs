@@ -12,6 +12,7 @@
 //! reason instead.
 
 use std::os::fd::AsRawFd;
+use std::time::Instant;
 
 use prost::Message;
 
@@ -21,6 +22,7 @@ use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};
 use crate::session::handshake::{PROOF, Secret};
 use crate::session::link::Sock;
+use crate::session::shortage::PAUSE;
 use crate::session::wire::{self, Filled, send_all};
 
 /// The version of this exchange and of everything that follows it.
@@ -178,12 +180,14 @@ pub(crate) struct Talk {
     key: Secret,
     transcript: Vec<u8>,
     input: Vec<u8>,
+    /// The kernel had no memory for the last call, which must be repeated.
+    is_short: bool,
 }
 
 impl Talk {
     /// Nothing exchanged yet.
     pub(crate) fn new(key: Secret) -> Self {
-        Self { key, transcript: b"towline rdma 1".to_vec(), input: Vec::new() }
+        Self { key, transcript: b"towline rdma 1".to_vec(), input: Vec::new(), is_short: false }
     }
 
     /// Sends a record.
@@ -193,6 +197,11 @@ impl Talk {
     pub(crate) fn write(&mut self, sock: &Sock, record: &Record) -> Result<()> {
         let bytes = self.seal(record);
         send_all(sock, &bytes)
+    }
+
+    /// When to read again without being woken: no event follows a call for which the kernel had no memory.
+    pub(crate) fn again(&self) -> Option<Instant> {
+        self.is_short.then(|| Instant::now() + PAUSE)
     }
 
     fn seal(&mut self, record: &Record) -> Vec<u8> {
@@ -242,7 +251,10 @@ impl Talk {
             Ok(Filled::Ended) => {
                 Err(Error::remote("the peer left while RDMA parameters were exchanged").with_hint("its log says why"))
             }
-            Ok(filled) => Ok(filled == Filled::Whole),
+            Ok(filled) => {
+                self.is_short = filled == Filled::Short;
+                Ok(filled == Filled::Whole)
+            }
             Err(error) => Err(Error::remote(format!("exchanging RDMA parameters broke off: {error}"))),
         }
     }

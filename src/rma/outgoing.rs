@@ -66,7 +66,7 @@ pub(crate) struct Outgoing {
     begun: VecDeque<Moving>,
     /// Requests of the connection, the oldest first.
     under_way: VecDeque<(usize, Moving)>,
-    /// When the last of them ended.
+    /// When the last of them ended that the connection did not copy at once.
     sent: Option<Instant>,
 }
 
@@ -109,6 +109,8 @@ impl Outgoing {
     /// When the connection or a GPU has failed.
     pub(crate) fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
         let mut moved = false;
+        // Requests that the connection takes in this call. One that ends at once was copied, whatever becomes of the rank.
+        let mut fresh = 0;
         loop {
             while self.begun.len() < AHEAD
                 && let Some(moving) = self.begin()?
@@ -125,6 +127,7 @@ impl Outgoing {
             let data = ptr::with_exposed_provenance_mut(address);
             let Some(request) = self.end.send(data, moving.size)? else { break };
             moved = true;
+            fresh += 1;
             self.under_way.extend(self.begun.pop_front().map(|moving| (request, moving)));
         }
         while let Some((request, _)) = self.under_way.front() {
@@ -132,7 +135,10 @@ impl Outgoing {
                 break;
             }
             moved = true;
-            self.sent = Some(Instant::now());
+            if self.under_way.len() > fresh {
+                self.sent = Some(Instant::now());
+            }
+            fresh = fresh.min(self.under_way.len() - 1);
             let Some((_, moving)) = self.under_way.pop_front() else { break };
             if let Some((slot, _)) = moving.copy {
                 self.lane.give_back(slot);

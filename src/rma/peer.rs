@@ -188,8 +188,8 @@ impl Peer {
         self.has_left
     }
 
-    /// The peer has not answered for too long: closing its connections waits for it no more. On the one that receives, a receive is
-    /// posted until the peer's goodbye, so its close does not wait in any case.
+    /// The peer has not answered for too long: closing the connection to it waits for it no more. The one from it has a receive
+    /// posted until the peer's goodbye, and so does not wait, unless copies to a GPU hold all places for one.
     pub(crate) fn abandon(&mut self) {
         self.outgoing.abandon();
     }

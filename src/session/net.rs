@@ -299,7 +299,7 @@ impl Net {
         lock(&self.segments).of(address, Instant::now())
     }
 
-    /// How long a peer may stay away whose last stream ended this way. Silence may be an outage, after which everything
+    /// How long a peer whose last stream ended this way may stay away. Silence may be an outage, after which everything
     /// continues; a reset or an end of file came over a working path.
     pub(crate) fn patience(&self, error: &io::Error) -> Duration {
         match error.kind() {

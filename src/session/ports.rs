@@ -20,7 +20,7 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 
-/// Calls on one socket before the control thread serves the others.
+/// System calls on one socket before the control thread serves the others.
 pub(super) const AT_ONCE: usize = 64;
 
 /// A listener that NCCL requested.

@@ -231,7 +231,8 @@ impl<D: Direction> Connection<D> {
         lock(&self.state)
     }
 
-    /// Workers move a message of `length` bytes, one of `under_way` on this connection.
+    /// Workers move a message of `length` bytes, one of `under_way`: of the requests that NCCL has open at the sender, of the
+    /// messages of its tag that are arriving at the receiver, whose receives may wait for what is not sent yet.
     #[inline]
     pub(super) fn note_message(&self, length: u64, under_way: usize) {
         self.is_short.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
@@ -362,14 +363,14 @@ impl<D: Direction> Connection<D> {
         self.finish();
     }
 
-    /// Ends the connection without waiting for the peer. What it has not acknowledged is lost.
-    pub(crate) fn abandon(&self) {
+    /// Ends the connection with requests in flight, and tells the peer so.
+    pub(super) fn abandon(&self) {
         self.closing.store(true, Ordering::Release);
         self.end_early("closed the connection");
         self.finish();
     }
 
-    fn finish(&self) {
+    pub(super) fn finish(&self) {
         self.quiesce();
         D::closed(self);
         tracing::debug!(target: NET, "closed the connection {} {}: {}", Self::TOWARDS, self.peer, self.counters);

@@ -338,7 +338,7 @@ impl RecvCore {
         Ok(place)
     }
 
-    /// How many messages are under way: the one whose frame has just begun, and all before it that are not complete.
+    /// How many messages of a tag are under way: the one whose frame has just begun, and all before it that are not complete.
     #[inline]
     pub(crate) fn under_way(&mut self, header: &Header) -> usize {
         (header.order - self.tag(header.tag).base) as usize + 1
@@ -668,8 +668,6 @@ mod tests {
         }
     }
 
-    /// Found by the fuzzer of calls: the rest of an early message came while `irecv` was failing, since its buffer was too
-    /// small, and all of the message was copied into it.
     #[test]
     fn messages_are_under_way_until_all_before_them_are_complete() {
         let mut core = RecvCore::default();
@@ -688,6 +686,8 @@ mod tests {
         assert_eq!(core.under_way(&frame(2, 0)), 2);
     }
 
+    /// Found by the fuzzer of calls: the rest of an early message came while `irecv` was failing, since its buffer was too
+    /// small, and all of the message was copied into it.
     #[test]
     fn a_receive_that_is_refused_is_not_posted() {
         let mut core = RecvCore::default();

@@ -324,7 +324,7 @@ fn registrations_and_contexts_come_and_go_beside_puts() {
         let rounds = std::thread::scope(|scope| {
             let comes_and_goes = scope.spawn(|| {
                 let mut rounds = 0;
-                while !is_over.load(Ordering::Relaxed) {
+                while rounds == 0 || !is_over.load(Ordering::Relaxed) {
                     let passing = Window::host(4096);
                     passing.fill(&[7; 64]);
                     let [mr, other] = [0, 1].map(|rank: usize| ranks[rank].register(&passing));

@@ -165,7 +165,8 @@ fn a_stopped_rank_is_waited_for_once() {
         rank.rma.dereg_mr(rank.group, mr).expect("deregMrSym");
         rank.close();
         let took = start.elapsed();
-        assert!((LIMIT..LIMIT + LIMIT / 3).contains(&took), "{took:?}");
+        // With a wait of the close's own it is 6 s at least.
+        assert!((LIMIT..LIMIT + Duration::from_millis(1900)).contains(&took), "{took:?}");
     });
 }
 

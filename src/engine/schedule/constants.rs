@@ -10,7 +10,7 @@ use std::time::Duration;
 /// instead moved no more data and used twice the processor time.
 pub(crate) const HOT: Duration = Duration::from_micros(50);
 
-/// The same while the messages of a connection are shorter than [`CHUNK_MAX`] and [`FEW`] at a time. Each is a few chunks, the next follows
+/// The same while a connection's messages are shorter than [`CHUNK_MAX`] and at most [`FEW`] are under way. Each is a few chunks, the next follows
 /// when a GPU has done its part, and waking workers would take most of the time. Of longer messages the next chunk follows
 /// at once, or there is time to sleep. Measured on two H200: all-reduces of
 /// 256 KiB take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
@@ -67,7 +67,8 @@ pub(crate) const CHUNK_MAX: u64 = 512 << 10;
 /// A message is cut into about this many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub(crate) const MOST_SHARES: u64 = 6;
 
-/// Chunks are cut at multiples of this many bytes, so that each side copies whole pages.
+/// Chunks are cut at multiples of this many bytes, so that each side copies whole pages. The least that counts as a thread's
+/// load, too (`schedule::load`).
 pub(crate) const PAGE: u64 = 4096;
 
 // How much a stream may have on the way.

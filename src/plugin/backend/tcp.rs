@@ -103,7 +103,7 @@ impl Sending for SendConn {
     }
 
     fn abandon(&self) {
-        self.abandon();
+        self.leave();
     }
 }
 

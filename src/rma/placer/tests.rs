@@ -168,6 +168,27 @@ fn a_rank_that_never_lets_go_of_memory_is_ended_and_the_log_says_so() {
     assert!(!error.report_once(), "it has been said");
 }
 
+/// A message that ends in the call that sends it was copied, also where the rank is stopped.
+#[test]
+fn what_a_connection_copies_is_no_sign_of_the_rank() {
+    let mut rank = Rank::new(LONG, Fake::default());
+    let moved = |rank: &Rank| match &rank.placer.others[1] {
+        Other::Alive(peer) => peer.moved().is_some(),
+        _ => panic!("it lives"),
+    };
+    rank.other.takes.store(true, Ordering::Relaxed);
+    rank.put(1);
+    rank.go_on(MOMENT);
+    assert!(!moved(&rank));
+    rank.other.takes.store(false, Ordering::Relaxed);
+    rank.put(1);
+    rank.go_on(MOMENT);
+    assert!(!moved(&rank));
+    rank.other.takes.store(true, Ordering::Relaxed);
+    rank.go_on(MOMENT);
+    assert!(moved(&rank));
+}
+
 /// NCCL's abort ends one window after another, with puts from each under way.
 #[test]
 fn what_follows_a_dropped_put_goes_nowhere_and_fails_nothing() {

@@ -36,12 +36,29 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
 #[test]
 fn workers_poll_longer_for_few_short_messages() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
-    for (length, under_way, longer) in
-        [(CHUNK_MAX - 1, FEW, true), (CHUNK_MAX - 1, FEW + 1, false), (CHUNK_MAX, 1, false)]
-    {
-        conn.note_message(length, under_way);
-        assert_eq!(conn.is_short.load(Ordering::Relaxed), longer, "{length} bytes, {under_way}");
+    let _first = join(&conn, 0);
+    let mut theirs = join(&conn, 1);
+    let mut target = vec![0_u8; CHUNK_MAX as usize];
+    for _ in 0..=FEW + 1 {
+        // SAFETY: the target lives longer than the connection, and there is no profiler.
+        let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
+        posted.expect("it lives").expect("a slot is free");
     }
+    // The first messages stay incomplete.
+    let short = CHUNK_MAX - 1;
+    for (order, total, longer) in
+        [(0, short, true), (FEW - 1, short, true), (FEW, short, false), (1, CHUNK_MAX, false), (2, short, true)]
+    {
+        let (order, before) = (order as u64, conn.counters().bytes.load(Ordering::Relaxed));
+        let header = Header { length: 8, total, message: order, order, ..Header::of(Type::Data, 1) };
+        theirs.write_all(&[&header.encode()[..], &[7; 8]].concat()).expect("it lives");
+        loopback::wait_until("it does not come", || {
+            conn.run(1, READ);
+            conn.counters().bytes.load(Ordering::Relaxed) > before
+        });
+        assert_eq!(conn.is_short.load(Ordering::Relaxed), longer, "message {order}, {total} bytes");
+    }
+    conn.close();
 }
 
 /// What no request waits for is acknowledged now and then; what a request waits for, at once.

@@ -153,24 +153,8 @@ impl SendConn {
     /// that moment.
     fn part(&self, advance: &mut Advance) -> Parting {
         let start = Instant::now();
-        let total = self.state().core.next_number() + 1;
-        let goodbye = Header { total, ..Header::of(Type::Bye, 0) }.encode();
-        for stream in &self.streams {
-            // Once: nothing may follow it.
-            stream.peek(|io| {
-                if !std::mem::replace(&mut io.parted, true) {
-                    io.control.extend_from_slice(&goodbye);
-                }
-            });
-        }
-        let gone = |io: &mut Io| {
-            let written = io.out.is_none() && io.control.is_empty();
-            if written {
-                // Wakes the receiver's control thread, so that the acknowledgement is not delayed.
-                let _ = io.sock.shutdown(Shutdown::Write);
-            }
-            written && wire::unsent(io.sock.as_raw_fd()) == 0
-        };
+        self.queue_goodbyes();
+        let gone = |io: &mut Io| end_if_written(io) && wire::unsent(io.sock.as_raw_fd()) == 0;
         let mut answered = false;
         while !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
@@ -206,6 +190,34 @@ impl SendConn {
         }
     }
 
+    /// Queues a goodbye behind everything else, once for each stream: nothing may follow it.
+    fn queue_goodbyes(&self) {
+        let total = self.state().core.next_number() + 1;
+        let goodbye = Header { total, ..Header::of(Type::Bye, 0) }.encode();
+        for stream in &self.streams {
+            stream.peek(|io| {
+                if !std::mem::replace(&mut io.parted, true) {
+                    io.control.extend_from_slice(&goodbye);
+                }
+            });
+        }
+    }
+
+    /// Ends the connection to a peer that has not answered for too long. It says goodbye, and waits for nothing: the kernel goes
+    /// on sending what it has taken, and a peer that goes on one day gets all of that. With requests in flight it is an abort.
+    pub(crate) fn leave(&self) {
+        if self.requests.outstanding() > 0 || self.health.is_failed() {
+            return self.abandon();
+        }
+        self.closing.store(true, Ordering::Release);
+        self.queue_goodbyes();
+        for (index, stream) in self.streams.iter().enumerate() {
+            self.run(index, READ | WRITE);
+            stream.peek(end_if_written);
+        }
+        self.finish();
+    }
+
     /// What the distance adds to the time that an answer takes.
     fn answering(&self) -> Duration {
         self.samples().map(|sample| sample.answering()).max().unwrap_or_default()
@@ -234,4 +246,14 @@ impl SendConn {
     fn awaits_answer(&self) -> bool {
         self.samples().any(|sample| sample.probes > 0)
     }
+}
+
+/// Whether the kernel has taken everything, the goodbye too. The end of the stream then wakes the receiver's control thread,
+/// so that the acknowledgement is not delayed.
+fn end_if_written(io: &mut Io) -> bool {
+    let is_written = io.out.is_none() && io.control.is_empty();
+    if is_written {
+        let _ = io.sock.shutdown(Shutdown::Write);
+    }
+    is_written
 }

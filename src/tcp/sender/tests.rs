@@ -6,12 +6,13 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, ENOUGH_COPIED, LATELY_NS};
+use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, ENOUGH_COPIED, FEW, LATELY_NS};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::session::owner::Joined;
+use crate::session::silences::CLOSE_PATIENCE;
 use crate::tcp::limits::{EAGER_WINDOW, MESSAGE_COST};
 
 /// Long enough to be sure that a thread does nothing.
@@ -60,6 +61,51 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     // By the control thread, if it held the stream just then.
     loopback::wait_until("it is not done", || conn.requests.finish(ticket).is_some());
     loopback::wait_until("an acknowledgement that came before does not count", || conn.state().core.is_idle());
+}
+
+/// The kernel keeps what it has taken of them, and the peer may go on one day.
+#[test]
+fn a_peer_that_is_waited_for_no_more_gets_what_was_sent_and_a_goodbye() {
+    let deaf = loopback::deaf();
+    let (ours, mut theirs) = loopback::sockets();
+    let conn =
+        SendConn::new(loopback::net(Config::default()), loopback::link(&deaf), loopback::peer(), ours, Seal::Plain);
+    let conn = conn.expect("it is watched");
+    for _ in 0..3 {
+        // SAFETY: the bytes outlive the request, and no profiler is loaded.
+        let ticket =
+            unsafe { conn.isend([7; 8].as_ptr(), 8, 0, std::ptr::null_mut()) }.expect("it lives").expect("a slot");
+        assert!(conn.test(ticket).expect("it lives").is_some(), "a copy is kept");
+    }
+    let start = Instant::now();
+    conn.leave();
+    assert!(start.elapsed() < CLOSE_PATIENCE / 2, "it waits");
+    let mut came = Vec::new();
+    theirs.read_to_end(&mut came).expect("it ends in order");
+    let kinds: Vec<Type> = std::iter::from_fn(|| {
+        let header = Header::decode(came.get(..HEADER)?.try_into().expect("a header's length")).expect("a frame");
+        came.drain(..HEADER + header.length as usize);
+        Some(header.kind)
+    })
+    .collect();
+    assert_eq!(kinds, [Type::Data, Type::Data, Type::Data, Type::Bye]);
+}
+
+/// Of requests that NCCL has not taken back.
+#[test]
+fn workers_poll_longer_while_few_short_messages_are_open() {
+    let deaf = loopback::deaf();
+    let (ours, _theirs) = loopback::sockets();
+    let conn =
+        SendConn::new(loopback::net(Config::default()), loopback::link(&deaf), loopback::peer(), ours, Seal::Plain);
+    let conn = conn.expect("it is watched");
+    let bytes = vec![7; 100_000];
+    for number in 1..=FEW + 2 {
+        // SAFETY: the bytes outlive the connection, and no profiler is loaded.
+        unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) }.expect("it lives").expect("a slot");
+        assert_eq!(conn.is_short.load(Ordering::Relaxed), number <= FEW, "message {number}");
+    }
+    conn.close();
 }
 
 /// Over a long path a send of NCCL's usual size is done when its bytes have left; what may be sent again is a copy.
