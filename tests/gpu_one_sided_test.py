@@ -5,9 +5,11 @@ python3 -B -m unittest tests/gpu_one_sided_test.py
 """
 
 import contextlib
+import io
 import os
 import queue
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -216,8 +218,9 @@ class Evidence(unittest.TestCase):
         self.assertIn("declined", one_sided.not_shown("whole", refused, 1))
 
     def test_nccls_own_is_without_ours(self):
-        self.assertIsNone(one_sided.not_shown("socket", "NCCL INFO RMA/Plugin: Assigned plugin Socket to comm", 1))
-        self.assertIn("Towline", one_sided.not_shown("socket", self.LOG, 1))
+        for life in ("socket", "without"):
+            self.assertIsNone(one_sided.not_shown(life, "NCCL INFO RMA/Plugin: Assigned plugin Socket to comm", 1))
+            self.assertIn("Towline", one_sided.not_shown(life, self.LOG, 1))
 
     def test_the_table_has_both_networks(self):
         lines = list(one_sided.table({"whole": {"8": [38.2, 29.1]}, "socket": {"8": [55.0, 30.0]}}))
@@ -225,8 +228,56 @@ class Evidence(unittest.TestCase):
         self.assertEqual(list(one_sided.table({})), [])
 
 
+class Topology(unittest.TestCase):
+    """What NCCL_TOPO_DUMP_FILE must say with and without one-sided operations."""
+
+    WITHOUT = """<system version="1">
+  <cpu host_hash="0x1" numaid="0">
+    <nic>
+      <net name="lo" keep="1" dev="0" speed="39000" gdr="0" net="1"/>
+    </nic>
+  </cpu>
+</system>
+"""
+    WITH = WITHOUT.replace('net="1"', 'net="1" gin="1" rma="1"')
+
+    def test_nccls_marks_and_the_order_of_attributes_are_no_difference(self):
+        self.assertIsNone(one_sided.unlike(self.WITHOUT, self.WITH))
+        moved = self.WITH.replace(' keep="1"', "").replace(' gin="1"', ' gin="1" keep="1"')
+        self.assertIsNone(one_sided.unlike(self.WITHOUT, moved))
+
+    def test_anything_else_is(self):
+        for before, after in (('gdr="0"', 'gdr="1"'), ('numaid="0"', 'numaid="1"'), ("<nic>", '<nic>\n      <net name="more"/>')):
+            self.assertIn("+", one_sided.unlike(self.WITHOUT, self.WITH.replace(before, after)))
+
+    def test_topologies_that_show_nothing_are_found(self):
+        for nothing in ("", self.WITHOUT[:-12], self.WITHOUT.replace("<net ", "<gpu ")):
+            self.assertIn("no network device in the topology without", one_sided.unlike(nothing, self.WITH))
+            self.assertIn("no network device in the topology with them", one_sided.unlike(self.WITHOUT, nothing))
+
+    def test_both_lives_must_go_well_and_dump(self):
+        given = types.SimpleNamespace()
+        for dumps, goes_well, expected in (((0, 1), True, True), ((0, 1), False, False), ((0,), True, False), ((), True, False)):
+
+            def live(life, given, folder, times, dumps=dumps, goes_well=goes_well):
+                os.makedirs(folder, exist_ok=True)
+                for rank in dumps:
+                    with open(one_sided.topology_file(folder, rank), "w", encoding="utf-8") as file:
+                        file.write(self.WITH if life == "with" else self.WITHOUT)
+                return goes_well or life == "with"
+
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(one_sided, "live", live):
+                # What an earlier run has left does not count.
+                os.makedirs(os.path.join(folder, "with"))
+                for rank in range(one_sided.RANKS):
+                    with open(one_sided.topology_file(os.path.join(folder, "with"), rank), "w", encoding="utf-8") as file:
+                        file.write(self.WITH)
+                with contextlib.redirect_stdout(io.StringIO()):
+                    self.assertEqual(one_sided.topologies(given, folder), expected, (dumps, goes_well))
+
+
 class DeviceApi(unittest.TestCase):
-    """What nccl-tests' output must say."""
+    """What the output of nccl-tests, and of NCCL's examples, must say."""
 
     def output(self, wrong="0", sizes=device_api.SIZES, end="Out of bounds values : 0 OK"):
         rows = [f"{size:12} {size // 8:12} float none -1 {100 + size:.2f} 0.00 0.00 {wrong} 101.00 0.00 0.00 N/A" for size in sizes]
@@ -244,6 +295,35 @@ class DeviceApi(unittest.TestCase):
         self.assertIn("exit status 2", device_api.problem("Test failure common.cu:1\n", 2))
         self.assertIn("Test failure", device_api.problem("Test failure a.cu:1\n-----\nmpirun ends\n-----\n", 6))
         self.assertIn("without a word", device_api.problem("", "none within 60 s"))
+
+    STARTED = "".join(f"MPI initialized: rank {rank} of 2\n" for rank in range(2))
+
+    def test_an_example_that_is_right_is_well(self):
+        for word in ("Pure GIN AlltoAll result: PASSED", "SUCCESS: Example completed successfully!"):
+            self.assertIsNone(device_api.problem_of_example(self.STARTED + word, 0))
+
+    def test_each_fault_of_an_example_is_found(self):
+        passed = "Pure GIN AlltoAll result: PASSED\n"
+        for text, why in (
+            (self.STARTED, "does not say"),
+            (passed, "MPI=1"),
+            (self.STARTED + passed + "  Rank 1: Pure GIN mismatch at [0][3]: got 0, expected 103", "Rank 1: Pure GIN mismatch"),
+            (self.STARTED + passed + "FAILED: Incorrect results detected on rank 1", "rank 1"),
+            (self.STARTED + "ERROR: rank 0 communicator does not support GIN!", "support GIN"),
+        ):
+            self.assertIn(why, device_api.problem_of_example(text, 0))
+        failed = "Failed, NCCL error main.cu:7 'internal error'\n-----\nmpirun ends\n"
+        self.assertIn("internal error", device_api.problem_of_example(self.STARTED + passed + failed, 1))
+
+    def test_examples_are_found_where_they_were_built(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "06_device_api", "c", "alltoall_gin")
+            os.makedirs(os.path.dirname(path))
+            with open(path, "w", encoding="utf-8"):
+                pass
+            self.assertIsNone(device_api.found_in(directory, "alltoall_gin"))
+            os.chmod(path, 0o755)
+            self.assertEqual(device_api.found_in(directory, "alltoall_gin"), path)
 
 
 if __name__ == "__main__":

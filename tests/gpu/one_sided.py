@@ -31,11 +31,12 @@ Lives of a communicator after the first: "left" (destroyed with its windows regi
 whose memory stays as it is from then on, then a new communicator), "cut" (one stream is cut amid puts, and all bytes are
 right), "queue" (exchanges of all kinds where streams share the fewest queues that suffice: CUDA_DEVICE_MAX_CONNECTIONS=3),
 "socket" (NCCL's own one-sided operations over its sockets, for the times beside Towline's: NCCL 2.32 with the gdrdrv
-module; elsewhere it says that they do not start, and why). Only when asked for: "inner" (windows that begin inside of an
+module; elsewhere it says that they do not start, and why), "topology" (two lives, with TOWLINE_RMA=0 and 1: what each rank
+writes to NCCL_TOPO_DUMP_FILE must be the same). Only when asked for: "inner" (windows that begin inside of an
 allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself (nccl4py_steps.py): "py"
 (destroyed with all resources open), "py-close" (closed in two other orders first), "py-abort" (all resources open).
 
-In every life but "socket" NCCL's logs must say of each communicator that Towline was assigned as its RMA plugin, and that
+In every life but "socket" and the one without them NCCL's logs must say of each communicator that Towline was assigned as its RMA plugin, and that
 the ranks connected through it; else the life has failed, whatever its steps say.
 
 A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by a signal
@@ -47,6 +48,7 @@ handler or, where there is no C compiler, by cuda-gdb or gdb. To catch a rare ha
 import argparse
 import contextlib
 import ctypes
+import difflib
 import faulthandler
 import json
 import os
@@ -58,6 +60,7 @@ import sys
 import tempfile
 import threading
 import time
+from xml.etree import ElementTree
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
@@ -67,7 +70,10 @@ MOST = 64 * MIB
 IN_PROGRESS, NOT_READY, NO_COMPILER = 7, 600, 221
 CHAR, FLOAT, SUM = 0, 7, 0
 COLL_SYMMETRIC = 1
-LIVES = ("whole", "left", "abort", "cut", "queue", "socket")
+LIVES = ("whole", "left", "abort", "cut", "queue", "socket", "topology")
+# The two lives of "topology". Their topologies may differ in these attributes alone, by which NCCL marks a device that serves
+# one-sided operations.
+WITHOUT_AND_WITH, MARKS = ("without", "with"), ("gin", "rma")
 ROUNDS, LINGER = 20, 256 * MIB
 # Streams that wait, twice as many as a GPU has queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise; and for how many
 # seconds a put may take meanwhile.
@@ -761,6 +767,9 @@ class Steps:
                 self.step("ping-pong", self.ping_pong)
             self.step("destroy", self.destroy)
             return
+        if life == "without":
+            self.step("destroy", self.destroy)
+            return
         self.step("window", lambda: self.windows(MIB if life == "inner" else 0))
         if life == "whole":
             self.step("peer pointer", self.peer_pointer)
@@ -780,6 +789,8 @@ class Steps:
             self.step("destroy", self.destroy)
         elif life in ("left", "inner"):
             self.step("put", self.puts)
+            self.step("destroy", self.destroy)
+        elif life == "with":
             self.step("destroy", self.destroy)
         elif life == "cut":
             self.step("cut", self.cut)
@@ -828,21 +839,23 @@ def environment(given, rank, folder, life):
     }
     if life == "queue":
         common["CUDA_DEVICE_MAX_CONNECTIONS"] = "3"
+    if life in WITHOUT_AND_WITH:
+        common.update(NCCL_TOPO_DUMP_FILE=topology_file(folder, rank), NCCL_TOPO_DUMP_FILE_RANK=str(rank))
     common.update(pair.split("=", 1) for pair in given.env)
     # NCCL has windows only where it may use P2P; between these ranks it cannot, since they are two hosts.
     without = ("NCCL_P2P_DISABLE",)
     if life == "socket":
         row = Contender("socket", {"NCCL_NET": "Socket"}, without=without)
     else:
-        ours = {"NCCL_NET": "Towline", "NCCL_GIN_TYPE": "2", "TOWLINE_RMA": "1"}
+        ours = {"NCCL_NET": "Towline", "NCCL_GIN_TYPE": "2", "TOWLINE_RMA": "0" if life == "without" else "1"}
         row = Contender("towline", ours, os.path.abspath(given.towline), without=without)
     return row.environment(common, given.nccl and os.path.abspath(given.nccl))
 
 
 def not_shown(life, log, communicators):
     """Why a rank's log does not show that the life's network served its communicators; none where it does."""
-    if life == "socket":
-        return "Towline was there as well" if "Assigned plugin Towline" in log else None
+    if life in ("socket", "without"):
+        return "Towline's one-sided operations were there as well" if "Assigned plugin Towline" in log else None
     declined = [line for line in log.splitlines() if DECLINED in line]
     if declined:
         return f"Towline declined: {declined[0]}"
@@ -1010,6 +1023,43 @@ def live(life, given, folder, times):
     return problem is None
 
 
+def topology_file(folder, rank):
+    return os.path.join(folder, f"topology-rank{rank}.xml")
+
+
+def elements(topology):
+    """The lines of a topology without MARKS, the attributes of each element in one order; none where it is not whole."""
+    try:
+        return ElementTree.canonicalize(topology, exclude_attrs=MARKS).splitlines()
+    except ElementTree.ParseError:
+        return []
+
+
+def unlike(without, with_them):
+    """How a rank's topologies without and with one-sided operations differ; none where they do not."""
+    both = [elements(without), elements(with_them)]
+    for life, lines in zip(WITHOUT_AND_WITH, both):
+        if not any(line.lstrip().startswith("<net ") for line in lines):
+            return f"there is no network device in the topology {life} them"
+    return "\n".join(difflib.unified_diff(*both, *WITHOUT_AND_WITH, n=0, lineterm="")) or None
+
+
+def topologies(given, folder):
+    """Runs the two lives of "topology". Gives whether they went well and each rank's topology is the same in both."""
+    folders = [os.path.join(folder, life) for life in WITHOUT_AND_WITH]
+    for path in (topology_file(each, rank) for each in folders for rank in range(RANKS)):
+        # Of an earlier run.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    good = all([live(life, given, each, {}) for life, each in zip(WITHOUT_AND_WITH, folders)])
+    for rank in range(RANKS):
+        dumped = [read(topology_file(each, rank)) for each in folders]
+        why = unlike(*dumped)
+        good &= why is None
+        print(f"topology of rank {rank}: {'FAILED: ' + why if why else f'the same, {len(elements(dumped[0]))} lines'}", flush=True)
+    return good
+
+
 def table(times):
     """The one-way times of the lives that have some."""
     if not times:
@@ -1039,8 +1089,8 @@ def main():
             if given.repeat > 1:
                 print(f"turn {turn + 1} of {given.repeat}", flush=True)
             for life in given.lives.split(","):
-                folder = life if turn == 0 else f"{life}-{turn + 1}"
-                good &= live(life, given, os.path.join(given.out or scratch, folder), times)
+                folder = os.path.join(given.out or scratch, life if turn == 0 else f"{life}-{turn + 1}")
+                good &= topologies(given, folder) if life == "topology" else live(life, given, folder, times)
     for line in table(times):
         print(line)
     print("all steps went well" if good else "something failed")
