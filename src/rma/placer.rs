@@ -26,13 +26,18 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// Its pauses when nothing has moved for a second.
 const LONG_PAUSE: Duration = Duration::from_micros(500);
 
+/// How long after another rank has gone without a goodbye, with nothing under way, the log warns. A job whose processes end
+/// without destroying their communicators is over by then.
+const WARNING_DELAY: Duration = Duration::from_secs(5);
+
 /// A rank, or why nothing more goes to it.
 enum Other {
     Alive(Box<Peer>),
-    /// `has_left`: it has closed its side in order.
+    /// `has_left`: it has closed its side in order. `gone`: when it went without a goodbye, as long as no warning says so.
     Ended {
         why: Error,
         has_left: bool,
+        gone: Option<Instant>,
     },
     /// The own rank.
     Own,
@@ -134,6 +139,7 @@ impl Placer {
         self.land_own();
         self.end_withdrawals();
         self.end_goodbyes();
+        self.tell_of_the_gone();
         moved
     }
 
@@ -346,6 +352,21 @@ impl Placer {
             }
         }
     }
+
+    /// Warns of ranks that this one outlives: if it waits for a signal of theirs, no request of its own ends with an error.
+    fn tell_of_the_gone(&mut self) {
+        if self.closes.is_some() {
+            return;
+        }
+        for other in &mut self.others {
+            if let Other::Ended { why, gone, .. } = other
+                && gone.is_some_and(|since| since.elapsed() >= WARNING_DELAY)
+            {
+                *gone = None;
+                say_once(why);
+            }
+        }
+    }
 }
 
 impl Drop for Placer {
@@ -389,14 +410,14 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     let told = ended(peer, error);
     let has_left = peer.has_left() && error.cause() == Cause::Remote;
     // An error of the connection names the peer; one about a message that the placer does not understand names none.
-    let has_gone = peer.is_quiet() && error.cause() == Cause::Remote && error.peer().is_some();
+    let has_gone = !has_left && peer.is_quiet() && error.cause() == Cause::Remote && error.peer().is_some();
     let rank = peer.rank();
     let (failed, lost): (Vec<_>, Vec<_>) = peer.unanswered().partition(|(_, is_get)| *is_get || !has_left);
     let answered: Vec<_> = peer.answered().collect();
     // Before the peer gives up its turns at signals.
     shared.gpus.settle();
     // This closes the connections: after it nothing touches a request's memory.
-    *other = Other::Ended { why: told.clone(), has_left };
+    *other = Other::Ended { why: told.clone(), has_left, gone: has_gone.then(Instant::now) };
     answered.into_iter().for_each(|(request, outcome)| shared.requests.end(request, outcome));
     if !lost.is_empty() && !quietly {
         losses.target_has_left(rank);
@@ -407,7 +428,7 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     }
     shared.tell_failure(&told);
     if has_gone {
-        // No loud line: a process that exits without destroying its communicator looks like this.
+        // No warning yet: a process that exits without destroying its communicator looks like this.
         return tracing::info!("rank {rank} has gone without a goodbye, with nothing under way: {error}");
     }
     if !quietly {

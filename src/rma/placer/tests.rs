@@ -277,6 +277,35 @@ fn a_rank_that_goes_fails_what_was_under_way_and_what_comes_later() {
     }
 }
 
+/// Such a rank may have a stream that waits for its signal, and no request that fails.
+#[test]
+fn a_rank_that_outlives_another_is_warned_unless_one_of_them_closes() {
+    type Then = fn(&mut Rank);
+    let kinds: [(&str, bool, Then, bool); 4] = [
+        ("it outlives it", false, |_| (), true),
+        ("a request has told it", false, |rank| _ = rank.put(1), true),
+        ("it closes soon after", false, |rank| drop(rank.ask(|_| Command::Close)), false),
+        ("the other said goodbye", true, |_| (), false),
+    ];
+    for (kind, says_goodbye, then, is_warned) in kinds {
+        let mut rank = Rank::new(LONG, Fake::default());
+        rank.other.takes.store(true, Ordering::Relaxed);
+        if says_goodbye {
+            rank.hears(Header::new(Kind::Bye));
+        } else {
+            *rank.other.failure.lock().unwrap() = Some(Error::remote(kind).with_peer("other:1"));
+        }
+        rank.go_on(MOMENT);
+        then(&mut rank);
+        rank.go_on(MOMENT);
+        let Other::Ended { why, gone, .. } = &mut rank.placer.others[1] else { panic!("{kind}: it has ended") };
+        let why = why.clone();
+        *gone = gone.map(|since| since.checked_sub(WARNING_DELAY).unwrap());
+        rank.go_on(MOMENT);
+        assert_eq!(!why.report_once(), is_warned, "{kind}: {why}");
+    }
+}
+
 /// A rank that leaves closes the connection to it while its goodbye is under way on the other one.
 #[test]
 fn a_goodbye_is_waited_for_when_nothing_can_be_sent() {
