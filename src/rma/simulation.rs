@@ -69,7 +69,7 @@ impl End {
     fn ask<T>(&self, request: usize, inside: impl FnOnce(&mut Link) -> Option<T>) -> Result<Option<T>> {
         with(self.connection, |it| match inside(&mut it.link) {
             None if it.is_over || it.is_left && request >= it.link.sends() => {
-                Err(Error::remote("the other end was closed"))
+                Err(Error::remote("the other end was closed").with_peer("the other rank"))
             }
             found => Ok(found),
         })
@@ -153,6 +153,22 @@ fn plan(luck: &mut Luck) -> Vec<Step> {
     (0..count).map(&mut step).collect()
 }
 
+/// An operation that a rank has begun.
+struct Begun {
+    request: u64,
+    to: usize,
+    is_get: bool,
+}
+
+/// What a rank ends, and with it what others may do there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Window,
+    Group,
+    /// Its process, without a goodbye.
+    Process,
+}
+
 struct Rank {
     own: usize,
     group: Group,
@@ -164,8 +180,7 @@ struct Rank {
     begun: [usize; RANKS],
     /// Of each rank's plan: the puts that its signals have promised, and their sum.
     promised: [(usize, u64); RANKS],
-    /// Requests, and whether each is a get.
-    open: Vec<(u64, bool)>,
+    open: Vec<Begun>,
     /// Where gets brought bytes from, and to.
     got: Vec<usize>,
 }
@@ -176,8 +191,8 @@ struct World {
     plans: [[Vec<Step>; RANKS]; RANKS],
     area: usize,
     ranks: Vec<Rank>,
-    /// A rank that has ended its window or its group; its puts may fail, and nothing is promised there.
-    ended: Option<usize>,
+    /// A rank that has ended; its puts may fail, and nothing is promised there.
+    ended: Option<(usize, Ending)>,
 }
 
 impl World {
@@ -222,14 +237,14 @@ impl World {
         let to = self.luck.roll(RANKS as u64) as usize;
         let rank = &mut self.ranks[which];
         let Some(step) = self.plans[which][to].get(rank.begun[to]) else { return };
-        if rank.open.len() >= AHEAD || self.ended == Some(which) {
+        if rank.open.len() >= AHEAD || self.ended.is_some_and(|(ended, _)| ended == which) {
             return;
         }
         if self.luck.roll(8) == 0 {
             let offset = self.luck.roll(4096);
             let from = Place { region: SOURCE, offset, size: GOT as u64 };
-            let request = rank.group.get(to as u32, from, Place { region: TARGET, ..from });
-            rank.open.push((request.expect("a get"), true));
+            let request = rank.group.get(to as u32, from, Place { region: TARGET, ..from }).expect("a get");
+            rank.open.push(Begun { request, to, is_get: true });
             rank.got.push(offset as usize);
             return;
         }
@@ -240,7 +255,8 @@ impl World {
             0 => Signal::default(),
             value => Signal { region: SIGNALS, offset: 8 * which as u64, value },
         };
-        rank.open.push((rank.group.put(to as u32, from, target, signal).expect("a put"), false));
+        let request = rank.group.put(to as u32, from, target, signal).expect("a put");
+        rank.open.push(Begun { request, to, is_get: false });
         rank.begun[to] += 1;
     }
 
@@ -248,15 +264,17 @@ impl World {
     fn check(&mut self, which: usize) {
         let rank = &mut self.ranks[which];
         let requests = &rank.group.shared.requests;
-        rank.open.retain(|(request, is_get)| match requests.test(*request) {
+        rank.open.retain(|begun| match requests.test(begun.request) {
             Ok(is_done) => !is_done,
             Err(error) => {
-                let may_fail = *is_get && self.ended.is_some() || self.ended == Some(which);
+                let may_fail = self.ended.is_some_and(|(ended, ending)| {
+                    ended == which || ended == begun.to && (begun.is_get || ending == Ending::Process)
+                });
                 assert!(may_fail, "{error}");
                 false
             }
         });
-        if self.ended == Some(which) {
+        if self.ended.is_some_and(|(ended, _)| ended == which) {
             return;
         }
         for from in 0..RANKS {
@@ -288,7 +306,7 @@ impl World {
 
     fn is_done(&self) -> bool {
         let of_rank = |rank: &Rank| {
-            let is_begun = self.ended == Some(rank.own)
+            let is_begun = self.ended.is_some_and(|(ended, _)| ended == rank.own)
                 || rank.begun.iter().zip(&self.plans[rank.own]).all(|(begun, plan)| *begun == plan.len());
             is_begun && rank.open.is_empty()
         };
@@ -389,25 +407,34 @@ fn a_game_of_puts_and_signals(seed: u64) {
     assert_eq!(gpu::left(), (0, 0, 0), "streams, events and page-locked memory end with their group");
 }
 
-/// A rank ends its window, or its group, amid puts of both. The other rank's puts are done all the same, and after the end of
-/// the registration nothing is written there.
+/// A rank ends its window, its group or its process amid puts of both. Unless it vanishes, the other rank's puts are done all the
+/// same; else they end, and that rank learns of it. After the end nothing is written there.
 fn a_game_with_an_end(seed: u64) {
     let mut world = World::new(seed);
     let which = world.luck.roll(RANKS as u64) as usize;
-    let (at, closes) = (world.luck.roll(6000), world.luck.roll(2) == 0);
+    let at = world.luck.roll(6000);
+    let ending = [Ending::Window, Ending::Group, Ending::Process][world.luck.roll(3) as usize];
     let mut waits: Option<Receiver<()>> = None;
     let mut frozen: Option<Vec<u8>> = None;
     let mut meanwhile = |world: &mut World, now: u64| {
         let rank = &mut world.ranks[which];
         if now == at {
-            world.ended = Some(which);
+            world.ended = Some((which, ending));
             let (done, is_done) = sync_channel(1);
-            let command = if closes { Command::Close } else { Command::Withdraw { region: WINDOW, done } };
-            rank.group.shared.ask(command).expect("a placer");
+            match ending {
+                Ending::Window => rank.group.shared.ask(Command::Withdraw { region: WINDOW, done }).expect("a placer"),
+                Ending::Group => rank.group.shared.ask(Command::Close).expect("a placer"),
+                Ending::Process => {
+                    (0..RANKS).for_each(|connection| with(connection, |it| it.is_over = true));
+                    rank.end();
+                }
+            }
             waits = Some(is_done);
         }
-        let has_ended =
-            if closes { rank.placer.is_none() } else { waits.as_ref().is_some_and(|it| it.try_recv().is_ok()) };
+        let has_ended = match ending {
+            Ending::Window => waits.as_ref().is_some_and(|it| it.try_recv().is_ok()),
+            Ending::Group | Ending::Process => rank.placer.is_none(),
+        };
         if has_ended && frozen.is_none() {
             frozen = Some(seen(address(&rank.window), rank.window.len()).to_vec());
         }
@@ -427,6 +454,9 @@ fn a_game_with_an_end(seed: u64) {
     let rank = &world.ranks[which];
     let frozen = frozen.expect("it has ended");
     assert!(seen(address(&rank.window), frozen.len()) == frozen, "written late");
+    if ending == Ending::Process {
+        assert!(world.ranks[1 - which].group.failure().is_some(), "the other rank learns of it");
+    }
 }
 
 /// Two groups of a process, each with a stream of its own, add to the same numbers of a GPU.
