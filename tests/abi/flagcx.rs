@@ -181,20 +181,24 @@ fn nccl_keeps_its_log_and_its_devices_beside_flagcx() {
     });
 }
 
-/// FlagCX asks on and on for a request that has failed.
-fn sends_until_the_peer_is_dead(beside_nccl: bool) {
-    let nccl = beside_nccl.then(|| context(ApiVersion::V12));
-    let flagcx = flagcx();
+/// Connects to the process that accepts.
+fn connects(flagcx: &FlagCx) -> Object {
     flagcx.init().expect("init");
     let bytes = child::receive(&child::mailbox(), "handle");
     let mut handle = FlagCxHandle(bytes.try_into().expect("64 bytes")).arrived(0x7fff_1234_5678_9abc);
-    let send = until(|| flagcx.connect(0, &mut handle).expect("connect"));
-    let source = content(1, CHUNK);
-    let data = source.as_ptr().cast_mut().cast::<libc::c_void>();
-    let mr = flagcx.reg_mr(send, data as usize, CHUNK, PTR_HOST).expect("regMr");
-    // SAFETY: the source lives until the process ends.
-    let post = || unsafe { flagcx.isend(send, data, CHUNK, mr) }.expect("isend is never told of it");
-    let requests: Vec<_> = (0..3).map(|_| until(post)).collect();
+    until(|| flagcx.connect(0, &mut handle).expect("connect"))
+}
+
+/// Accepts the process that connects.
+fn accepts(flagcx: &FlagCx) -> Object {
+    flagcx.init().expect("init");
+    let (listener, handle) = flagcx.listen(0).expect("listen");
+    child::send(&child::mailbox(), "handle", &handle.0);
+    until(|| flagcx.accept(listener).expect("accept"))
+}
+
+/// FlagCX asks on and on for a request that has failed.
+fn asks_until_the_peer_is_dead(flagcx: &FlagCx, requests: Vec<Object>) {
     child::send(&child::mailbox(), "posted", b"");
     for request in requests {
         let end = eventually("the end", PATIENCE, || flagcx.test(request).err());
@@ -204,15 +208,36 @@ fn sends_until_the_peer_is_dead(beside_nccl: bool) {
             assert!(flagcx.test(request).is_err());
         }
     }
+}
+
+fn sends_until_the_peer_is_dead(beside_nccl: bool) {
+    let nccl = beside_nccl.then(|| context(ApiVersion::V12));
+    let flagcx = flagcx();
+    let send = connects(&flagcx);
+    let source = content(1, CHUNK);
+    let data = source.as_ptr().cast_mut().cast::<libc::c_void>();
+    let mr = flagcx.reg_mr(send, data as usize, CHUNK, PTR_HOST).expect("regMr");
+    // SAFETY: the source lives until the process ends.
+    let post = || unsafe { flagcx.isend(send, data, CHUNK, mr) }.expect("isend is never told of it");
+    asks_until_the_peer_is_dead(&flagcx, (0..3).map(|_| until(post)).collect());
     drop(nccl);
 }
 
-fn accepts_and_waits() {
+fn receives_until_the_peer_is_dead() {
     let flagcx = flagcx();
-    flagcx.init().expect("init");
-    let (listener, handle) = flagcx.listen(0).expect("listen");
-    child::send(&child::mailbox(), "handle", &handle.0);
-    until(|| flagcx.accept(listener).expect("accept"));
+    let recv = accepts(&flagcx);
+    let mut target = vec![0_u8; CHUNK];
+    let data = target.as_mut_ptr().cast::<libc::c_void>();
+    let mr = flagcx.reg_mr(recv, data as usize, CHUNK, PTR_HOST).expect("regMr");
+    // SAFETY: the target lives until the process ends, and nothing comes.
+    let post = || unsafe { flagcx.irecv(recv, data, CHUNK as i32, mr) }.expect("irecv is never told of it");
+    asks_until_the_peer_is_dead(&flagcx, (0..3).map(|_| until(post)).collect());
+}
+
+/// What it has of Towline lives until the process is killed.
+fn waits_with(end: impl FnOnce(&FlagCx) -> Object) {
+    let flagcx = flagcx();
+    end(&flagcx);
     std::thread::sleep(Duration::from_secs(60));
 }
 
@@ -238,17 +263,20 @@ fn a_dead_peer_is_one_clear_line_on_standard_error() {
     match child::role().as_deref() {
         Some("sender") => return sends_until_the_peer_is_dead(false),
         Some("sender beside NCCL") => return sends_until_the_peer_is_dead(true),
-        Some("receiver") => return accepts_and_waits(),
+        Some("receiver") => return receives_until_the_peer_is_dead(),
+        Some("killed receiver") => return waits_with(accepts),
+        Some("killed sender") => return waits_with(connects),
         _ => {}
     }
     let _watchdog = watchdog(120);
-    for role in ["sender", "sender beside NCCL"] {
+    let killed = ["killed receiver", "killed receiver", "killed sender"];
+    for (role, killed) in ["sender", "sender beside NCCL", "receiver"].into_iter().zip(killed) {
         let (mailbox, variables) = (Mailbox::new(), [("TOWLINE_RECONNECT_TIMEOUT", "1")]);
-        let mut receiver = start(NAME, "receiver", &mailbox, variables);
-        let sender = start(NAME, role, &mailbox, variables);
+        let mut killed = start(NAME, killed, &mailbox, variables);
+        let asking = start(NAME, role, &mailbox, variables);
         child::receive(mailbox.path(), "posted");
-        receiver.kill();
-        let said = sender.said_within(Duration::from_secs(50));
+        killed.kill();
+        let said = asking.said_within(Duration::from_secs(50));
         assert_one_line(&said, "test: ");
         assert!(said.contains("(peer "), "{said}");
     }

@@ -9,6 +9,7 @@ use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
 use crate::support::faults::Dice;
 use crate::support::flagcx::Object;
 use crate::support::injector::{FAULTY_CALLS, faulty_calls};
+use crate::support::netns::{available, two_hosts};
 use crate::support::one_sided::{
     COMM, NOWHERE, ON, OTHER, PATIENCE, Rank, at, beside_a_process, connected, holds, listening,
     lives_until_it_is_killed, moves_all_sizes, pick, rma, signal_of, signals_follow_their_puts,
@@ -17,7 +18,7 @@ use crate::support::rma::PutSignal;
 use crate::support::window::Window;
 use crate::support::{context, eventually, key_file, pattern, watchdog};
 use towline::host::log::{Capture, Record};
-use towline::host::{ApiVersion, Code, Handle, Memory, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part};
+use towline::host::{ApiVersion, Code, Handle, Memory, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, Properties};
 use towline::nccl::ffi::ncclRma_v16_t;
 
 const VERSIONS: [u32; 3] = [14, 15, 16];
@@ -96,26 +97,44 @@ fn nothing_is_offered_to_a_communicator_of_another_network() {
     });
 }
 
+/// Compares the devices of one-sided operations with those of the network: NCCL reads the former into its topology first. Gives
+/// their names.
+fn compared_devices() -> Vec<String> {
+    let net = context(ApiVersion::V12);
+    let theirs = (0..net.devices().expect("devices")).map(|dev| net.properties(dev).expect("getProperties"));
+    let theirs: Vec<_> = theirs.collect();
+    for version in VERSIONS {
+        let rma = rma(version);
+        let ctx = rma.init(COMM).expect("init");
+        assert_eq!(rma.devices(), net.devices());
+        for (dev, theirs) in (0..).zip(&theirs) {
+            let (ours, kind) = rma.properties(dev).expect("getProperties");
+            assert_eq!(kind, 2, "NCCL's own proxy thread calls");
+            assert_eq!(&Properties { device_type: theirs.device_type, ..ours }, theirs);
+        }
+        rma.finalize(ctx).expect("finalize");
+    }
+    theirs.into_iter().map(|it| it.name).collect()
+}
+
 #[test]
 fn devices_are_those_of_the_network() {
-    child::alone("rma::devices_are_those_of_the_network", &[ON], || {
-        let net = context(ApiVersion::V12);
-        for version in VERSIONS {
-            let rma = rma(version);
-            let ctx = rma.init(COMM).expect("init");
-            assert_eq!(rma.devices(), net.devices());
-            for dev in 0..net.devices().expect("devices") {
-                let (ours, kind) = rma.properties(dev).expect("getProperties");
-                let theirs = net.properties(dev).expect("getProperties");
-                assert_eq!(kind, 2, "NCCL's own proxy thread calls");
-                let told = |it: &towline::host::Properties| {
-                    (it.name.clone(), it.pci_path.clone(), it.ptr_support, it.speed_mbps, it.port)
-                };
-                assert_eq!(told(&ours), told(&theirs));
-            }
-            rma.finalize(ctx).expect("finalize");
-        }
-    });
+    child::alone("rma::devices_are_those_of_the_network", &[ON], || assert!(!compared_devices().is_empty()));
+}
+
+#[test]
+fn several_devices_are_those_of_the_network_in_its_order() {
+    const NAME: &str = "rma::several_devices_are_those_of_the_network_in_its_order";
+    if child::role().as_deref() == Some("inside") {
+        return assert_eq!(compared_devices(), ["rail0", "rail1", "rail2"]);
+    }
+    if !available() {
+        return;
+    }
+    let (host, _other) = two_hosts(3);
+    let mut inside = host.command(NAME, "inside");
+    inside.env(ON.0, ON.1);
+    child::run(&mut inside, NAME);
 }
 
 /// What NCCL reads of the network's devices into its topology.
