@@ -16,10 +16,10 @@ use crate::trace::summary::{self, Summary};
 pub(super) fn run(args: &Report, output: &mut Output) -> Result<String> {
     let Loaded { processes, remarks } = load(&args.files, output)?;
     let mut text = String::new();
-    let mut evidence = Evidence::default();
     let mut figures = Vec::new();
     let mut standing = Standing::default();
     let time = run_time(&processes);
+    let mut evidence = Evidence::new(time);
     for (process, correction) in processes {
         let info = process.info.clone().unwrap_or_default();
         let name = format!("{} process {}", info.host, info.pid);

@@ -4,8 +4,9 @@
 //! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be
 //! clear (half as slow again as the middle one, or far more where there is only one to compare with), be worth
 //! something of the whole, and last: it is there in all slices of the run (of a late rank, in all but one), so that
-//! chance is not reported.
+//! chance is not reported. The most costly finding comes first.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -53,8 +54,9 @@ const NAMED: usize = 8;
 const SHARE: f64 = 0.1;
 
 /// The combined data of all processes.
-#[derive(Default)]
 pub(super) struct Evidence {
+    /// How long the run lasted.
+    run: u64,
     /// By communicator id: how many ranks it has been seen with.
     comms: BTreeMap<u64, Comm>,
 }
@@ -105,13 +107,23 @@ struct Comm {
     /// Of the alignment of clocks; None when it is unknown for some rank.
     bound: Option<u64>,
     figures: Sliced,
+    /// How long there were calls, on the rank that was in them for longest.
+    busy: u64,
 }
 
+/// A sentence, and about how many nanoseconds what it tells of held the job back.
+type Costly = (u64, String);
+
 impl Evidence {
-    /// The communicators with a conspicuous rank, rail or pair.
+    /// Of a run that lasted from `begin` to `end`.
+    pub(super) fn new((begin, end): (u64, u64)) -> Self {
+        Self { run: end - begin, comms: BTreeMap::new() }
+    }
+
+    /// The communicators with a conspicuous rank, rail or pair, the most costly first.
     pub(super) fn findings(&self) -> Vec<Findings> {
         let of = |(id, comm): (&u64, &Comm)| {
-            let mut sentences = Vec::new();
+            let mut sentences: Vec<Costly> = Vec::new();
             sentences.extend(comm.late_ranks());
             sentences.extend(comm.slow_gpu());
             sentences.extend(comm.slow_rails());
@@ -119,9 +131,14 @@ impl Evidence {
             sentences.extend(comm.unready_receivers());
             let name = &comm.name;
             let communicator = if name.is_empty() { format!("{id:#x}") } else { format!("{name} ({id:#x})") };
-            (!sentences.is_empty()).then_some(Findings { communicator, sentences })
+            sentences.sort_by_key(|&(cost, _)| Reverse(cost));
+            let cost = sentences.first()?.0;
+            let sentences = sentences.into_iter().map(|(_, sentence)| sentence).collect();
+            Some((cost, Findings { communicator, sentences }))
         };
-        self.comms.iter().filter_map(of).collect()
+        let mut all: Vec<(u64, Findings)> = self.comms.iter().filter_map(of).collect();
+        all.sort_by_key(|&(cost, _)| Reverse(cost));
+        all.into_iter().map(|(_, findings)| findings).collect()
     }
 
     /// One process's data.
@@ -142,6 +159,8 @@ impl Evidence {
             let place = Place { host: process.host.clone(), gpu: stat.info.gpu.clone(), global: process.rank };
             comm.places.insert(rank, place);
             comm.bound = comm.bound.zip(correction.bound).map(|(a, b)| a.max(b));
+            let in_calls: u64 = stat.calls.values().map(|call| call.latency.sum()).sum();
+            comm.busy = comm.busy.max(in_calls.min(self.run));
             if let Some(sliced) = sliced.get(&context) {
                 comm.figures.add(sliced);
             }
@@ -179,8 +198,14 @@ impl Comm {
         self.places.get(&rank).map_or_else(|| format!("rank {rank}"), |place| place.name(rank))
     }
 
+    /// What `excess` costs: so many nanoseconds too many of `all` nanoseconds of transfers. Where several of these were under way
+    /// at once, it is their part of the time in calls.
+    fn cost(&self, excess: f64, all: f64) -> u64 {
+        (excess * (self.busy as f64 / all.max(1.0)).min(1.0)) as u64
+    }
+
     /// The ranks that come to collectives after the others, by their hosts' clocks: one, or else several by turns.
-    fn late_ranks(&self) -> Option<String> {
+    fn late_ranks(&self) -> Option<Costly> {
         let bound = self.bound?;
         let ranks = self.places.len();
         let mut meetings: Vec<Meeting<'_>> = Vec::new();
@@ -205,9 +230,10 @@ impl Comm {
         };
         let (late, (times, typical)) = late(1).or_else(|| (2..=ranks / 2).find_map(late))?;
         let count = meetings.len();
+        let cost = typical.saturating_mul(times as u64);
         let (typical, bound) = (time(typical), time(bound));
         let places: Vec<String> = late.iter().map(|&rank| self.name_of(rank)).collect();
-        Some(match &places[..] {
+        let sentence = match &places[..] {
             [place] => format!(
                 "{place} comes late: it was the last of {ranks} at {times} of {count} collectives, typically {typical} after \
                  the middle one (the clocks are aligned to {bound}); the others wait for it"
@@ -218,7 +244,8 @@ impl Comm {
                 places.join(" and "),
                 self.host_of(&late).map_or_else(String::new, |host| format!(" and are the ranks of {host}"))
             ),
-        })
+        };
+        Some((cost, sentence))
     }
 
     /// The host of which these are all ranks, if others have ranks too.
@@ -229,23 +256,24 @@ impl Comm {
     }
 
     /// The rank whose GPU lets its sends wait longer than the other ranks' do.
-    fn slow_gpu(&self) -> Option<String> {
-        let SlowGpu { rank, wait, share, middle } = slow_gpu(&self.figures.whole)?;
+    fn slow_gpu(&self) -> Option<Costly> {
+        let SlowGpu { rank, wait, share, middle, sends } = slow_gpu(&self.figures.whole)?;
         let lasts = self.figures.lasts(|slice| slow_gpu(slice).is_some_and(|found| found.rank == rank));
         lasts.then(|| {
-            format!(
+            let sentence = format!(
                 "{} is held up by its GPU: its sends wait {} each for the GPU's data ({:.0}% of their time), those of \
                  the middle rank {}",
                 self.name_of(rank),
                 time(wait as u64),
                 100.0 * share,
                 time(middle as u64)
-            )
+            );
+            (self.cost((wait - middle) * sends as f64, wait * sends as f64 / share), sentence)
         })
     }
 
     /// Rails of a sender that take longer for their bytes than its other rails.
-    fn slow_rails(&self) -> Vec<String> {
+    fn slow_rails(&self) -> Vec<Costly> {
         let mut slow: BTreeMap<Rail, Vec<SlowRail>> = BTreeMap::new();
         for found in slow_rails(&self.figures.whole) {
             let is_it = |other: &SlowRail| (other.rank, other.rail) == (found.rank, found.rail);
@@ -269,43 +297,52 @@ impl Comm {
                 if on.len() > NAMED {
                     places.push(format!("and at {} more ranks", on.len() - NAMED));
                 }
-                format!("{} is slow {}", rail.name(), places.join("; "))
+                // The senders wait at the same time.
+                let costs = on.iter().map(|found| {
+                    let moved = found.moved as f64;
+                    self.cost((found.worst - found.middle) * moved, found.worst * moved)
+                });
+                (costs.max().unwrap_or(0), format!("{} is slow {}", rail.name(), places.join("; ")))
             })
             .collect()
     }
 
     /// The pair whose network takes longest for its bytes.
-    fn slow_pairs(&self) -> Option<String> {
-        let SlowPair { pair, worst, middle } = slow_pair(&self.figures.whole)?;
+    fn slow_pairs(&self) -> Option<Costly> {
+        let SlowPair { pair, worst, middle, moved } = slow_pair(&self.figures.whole)?;
         let lasts = self.figures.lasts(|slice| slow_pair(slice).is_some_and(|found| found.pair == pair));
         lasts.then(|| {
             let own =
                 |&&(rank, peer, rail, send): &&(i32, i32, Rail, bool)| (rank, peer) == pair && send && rail.is_one();
             let names: Vec<String> = self.figures.whole.wires.keys().filter(own).map(|key| key.2.name()).collect();
             let over = if names.is_empty() { String::new() } else { format!(" over {}", names.join(" and ")) };
-            format!(
+            let sentence = format!(
                 "the way from {} to {}{over} is slow: a step moves {} there, {} between the middle pair",
                 self.name_of(pair.0),
                 self.name_of(pair.1),
                 speed(worst),
                 speed(middle)
-            )
+            );
+            let moved = moved as f64;
+            (self.cost((worst - middle) * moved, worst * moved), sentence)
         })
     }
 
     /// The receiver that most often has no buffer ready.
-    fn unready_receivers(&self) -> Option<String> {
+    fn unready_receivers(&self) -> Option<Costly> {
         let Unready { peer, wait, share, middle } = unready(&self.figures.whole)?;
         let lasts = self.figures.lasts(|slice| unready(slice).is_some_and(|found| found.peer == peer));
         lasts.then(|| {
-            format!(
+            let sentence = format!(
                 "{} is not ready to receive: senders to it waited {} for its buffers ({:.0}% of their time, {:.0}% at \
                  the middle receiver); its GPU or its proxy thread is behind",
                 self.name_of(peer),
                 time(wait),
                 100.0 * share,
                 100.0 * middle
-            )
+            );
+            let all = wait as f64 / share;
+            (self.cost((share - middle) * all, all), sentence)
         })
     }
 }
@@ -362,6 +399,7 @@ struct SlowGpu {
     wait: f64,
     share: f64,
     middle: f64,
+    sends: u64,
 }
 
 fn slow_gpu(figures: &Figures) -> Option<SlowGpu> {
@@ -370,11 +408,12 @@ fn slow_gpu(figures: &Figures) -> Option<SlowGpu> {
         per_rank.entry(rank).or_default().add(stat);
     }
     let of = |(&rank, stat): (&i32, &PeerStat)| {
-        (stat.gpu_ns as f64 / stat.steps as f64, rank, stat.gpu_ns as f64 / total(stat).max(1) as f64)
+        let share = stat.gpu_ns as f64 / total(stat).max(1) as f64;
+        (stat.gpu_ns as f64 / stat.steps as f64, rank, (share, stat.steps))
     };
-    let mut waits: Vec<(f64, i32, f64)> = per_rank.iter().filter(|(_, stat)| stat.steps > 0).map(of).collect();
-    let ((wait, rank, share), middle) = clearly_worst(&mut waits)?;
-    (share > SHARE && wait > NOISE_NS as f64).then_some(SlowGpu { rank, wait, share, middle })
+    let mut waits: Vec<_> = per_rank.iter().filter(|(_, stat)| stat.steps > 0).map(of).collect();
+    let ((wait, rank, (share, sends)), middle) = clearly_worst(&mut waits)?;
+    (share > SHARE && wait > NOISE_NS as f64).then_some(SlowGpu { rank, wait, share, middle, sends })
 }
 
 struct SlowRail {
@@ -416,19 +455,21 @@ struct SlowPair {
     /// Nanoseconds for a byte, there and between the middle pair.
     worst: f64,
     middle: f64,
+    moved: u64,
 }
 
 fn slow_pair(figures: &Figures) -> Option<SlowPair> {
     let sends = figures.peers.iter().filter(|((_, _, send), stat)| *send && stat.bytes > 0);
     let of = |(&(rank, peer, _), stat): (&(i32, i32, bool), &PeerStat)| {
-        (stat.network_ns as f64 / stat.bytes as f64, (rank, peer), (stat.network_ns, stat.bytes / stat.steps.max(1)))
+        (stat.network_ns as f64 / stat.bytes as f64, (rank, peer), *stat)
     };
     let mut costs: Vec<_> = sends.map(of).collect();
-    let all: u64 = costs.iter().map(|&(_, _, (ns, _))| ns).sum();
-    let ((worst, pair, (ns, of_a_step)), middle) = clearly_worst(&mut costs)?;
+    let all: u64 = costs.iter().map(|(_, _, stat)| stat.network_ns).sum();
+    let ((worst, pair, stat), middle) = clearly_worst(&mut costs)?;
     // On a busy host short steps take twice as long by chance.
-    let is_more = (worst - middle) * of_a_step as f64 > CHANCE_NS as f64;
-    (is_more && ns as f64 > SHARE * all as f64).then_some(SlowPair { pair, worst, middle })
+    let is_more = (worst - middle) * (stat.bytes / stat.steps.max(1)) as f64 > CHANCE_NS as f64;
+    let is_much = stat.network_ns as f64 > SHARE * all as f64;
+    (is_more && is_much).then_some(SlowPair { pair, worst, middle, moved: stat.bytes })
 }
 
 struct Unready {

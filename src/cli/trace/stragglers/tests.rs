@@ -30,7 +30,7 @@ fn a_way_that_is_slow_throughout_is_told_and_one_that_was_slow_once_is_not() {
     for (peer, name) in [(3, "eth2"), (3, "eth1"), (1, "eth0")] {
         lasting.figures.whole.wires.insert((2, peer, Rail::Interface(name.into()), true), (1, 1));
     }
-    let told = lasting.slow_pairs().expect("twice as slow as its like");
+    let told = lasting.slow_pairs().expect("twice as slow as its like").1;
     assert!(told.starts_with("the way from rank 2 (host) to rank 3 (host) over eth"), "{told}");
     assert!(told.contains("eth1") && told.contains("eth2") && !told.contains("eth0"), "{told}");
     let with_a_pause = ring(4, |slice, rank| if slice == 1 { 0 } else { 2 + 2 * u64::from(rank == 2) });
@@ -70,7 +70,7 @@ fn arrivals(count: u64, late: impl Fn(u64) -> (i32, u64)) -> Comm {
 #[test]
 fn a_late_rank_is_later_than_chance_makes_the_others() {
     let by_design = arrivals(96, |_| (1, 300_000));
-    assert!(by_design.late_ranks().expect("it is always the last").starts_with("rank 1 (host) comes late"));
+    assert!(by_design.late_ranks().expect("it is always the last").1.starts_with("rank 1 (host) comes late"));
     let mostly = arrivals(96, |number| if number % 4 == 0 { (0, 60_000) } else { (1, 300_000) });
     assert!(mostly.late_ranks().is_some());
     // As a busy machine was seen to do it.
@@ -98,17 +98,36 @@ fn four(last: impl Fn(u64) -> (i32, u64)) -> Comm {
 
 #[test]
 fn two_ranks_that_are_late_by_turns_are_named_and_their_host() {
-    let told = four(|number| (2 + (number % 2) as i32, 3_000_000)).late_ranks().expect("ranks 2 and 3");
+    let told = four(|number| (2 + (number % 2) as i32, 3_000_000)).late_ranks().expect("ranks 2 and 3").1;
     let begin = "rank 2 (node1, GPU 2 at 0000:3b:00.0, global rank 10) and rank 3 (node1, GPU 3 at 0000:3b:00.0, global rank \
                  11) come late by turns and are the ranks of node1: one of them was the last of 4 at 96 of 96 collectives";
     assert!(told.starts_with(begin), "{told}");
-    let apart = four(|number| (if number % 2 == 0 { 0 } else { 3 }, 3_000_000)).late_ranks().expect("ranks 0 and 3");
+    let apart = four(|number| (if number % 2 == 0 { 0 } else { 3 }, 3_000_000)).late_ranks().expect("ranks 0 and 3").1;
     assert!(apart.contains("come late by turns: one of them"), "{apart}");
     // One of them mostly: that one alone.
-    let one = four(|number| if number % 6 == 0 { (3, 500_000) } else { (2, 3_000_000) }).late_ranks().expect("rank 2");
+    let one =
+        four(|number| if number % 6 == 0 { (3, 500_000) } else { (2, 3_000_000) }).late_ranks().expect("rank 2").1;
     assert!(one.starts_with("rank 2 (node1") && one.contains("comes late"), "{one}");
     assert_eq!(four(|number| ((number % 4) as i32, 3_000_000)).late_ranks(), None, "all of them by turns");
     assert_eq!(four(|number| (2 + (number % 2) as i32, 90_000)).late_ranks(), None, "chance");
+}
+
+/// A rank is late by 288 ms in all, and a way takes 840 ms more for its bytes than another one.
+#[test]
+fn what_costs_most_is_told_first() {
+    let late = || four(|_| (3, 3_000_000));
+    let way = || ring(4, |_, rank| if rank == 2 { 400 } else { 200 }).figures;
+    let order = |comms: Vec<Comm>| -> Vec<&str> {
+        let evidence = Evidence { run: 0, comms: (1..).zip(comms).collect() };
+        let sentences = evidence.findings().into_iter().flat_map(|found| found.sentences);
+        sentences.map(|told| if told.contains("comes late") { "late" } else { "way" }).collect()
+    };
+    const MS: u64 = 1_000_000;
+    assert_eq!(order(vec![Comm { figures: way(), busy: 2000 * MS, ..late() }]), ["way", "late"]);
+    // Its transfers took 1.7 s in calls of 0.4 s: several were under way at once.
+    assert_eq!(order(vec![Comm { figures: way(), busy: 400 * MS, ..late() }]), ["late", "way"]);
+    let of_one_each = vec![late(), Comm { figures: way(), busy: 2000 * MS, ..ring(4, |_, _| 2) }];
+    assert_eq!(order(of_one_each), ["way", "late"]);
 }
 
 #[test]
@@ -125,7 +144,7 @@ fn a_rank_that_is_always_late_is_named_beside_another_that_is_a_little_less_so()
             let arrivals = (0..ranks).map(|rank| (rank, 50_000_000 * (number + 1) + by(rank)));
             comm.arrivals.insert((Name::new(b"AllReduce"), number), arrivals.collect());
         }
-        assert!(comm.late_ranks().expect("it is always the last").starts_with("rank 0 (host) comes late"), "{ranks}");
+        assert!(comm.late_ranks().expect("it is always the last").1.starts_with("rank 0 (host) comes late"), "{ranks}");
     }
 }
 
@@ -207,7 +226,7 @@ fn a_rank_that_is_always_late_is_named_among_others_that_sometimes_are() {
                 };
                 odd + spread(&mut random, 40e3)
             });
-            usize::from(comm.late_ranks().is_some_and(|told| told.starts_with("rank 0 (host) comes late")))
+            usize::from(comm.late_ranks().is_some_and(|told| told.1.starts_with("rank 0 (host) comes late")))
         };
         let named = (0..100).map(|_| run()).sum::<usize>();
         assert!(named >= least, "{ranks} ranks, {count} collectives: {named} in a hundred");
