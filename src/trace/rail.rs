@@ -50,8 +50,8 @@ impl Rail {
     }
 }
 
-/// Remote hosts that are distinguished; those that appear later count as one.
-const HOSTS: usize = 1024;
+/// Remote hosts that are distinguished; those that appear later count as one. Each has two series.
+const HOSTS: usize = 512;
 
 #[derive(Debug, Clone, Default)]
 struct Link {

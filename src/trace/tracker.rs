@@ -79,6 +79,11 @@ impl Comm {
         self.transfers.calls()
     }
 
+    /// When the oldest call was entered that is open: a collective, a send or a receive.
+    pub(crate) fn oldest_open(&self) -> Option<u64> {
+        self.calls().chain(self.transfers()).filter(|call| call.open).map(|call| call.entered).min()
+    }
+
     /// How many collectives there have been.
     pub(crate) fn made(&self) -> u64 {
         self.collectives.made
@@ -266,7 +271,7 @@ fn what(state: u8) -> Option<On> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::event::{Coll, ProxyOp};
+    use super::super::event::{Coll, P2p, ProxyOp};
     use super::super::names::Name;
     use super::*;
 
@@ -327,6 +332,29 @@ mod tests {
         assert_eq!(tracker.waits()[&CONTEXT], [wait(On::Gpu, 6)]);
         tracker.apply(&of(7, 12, 0, Body::Stop));
         assert_eq!(tracker.waits()[&CONTEXT], [wait(On::Data, 5)]);
+    }
+
+    /// As a stage of a pipeline does that waits for the one before it.
+    #[test]
+    fn a_receive_that_does_not_end_is_the_oldest_open_call() {
+        let mut tracker = Tracker::new(10);
+        let receive = P2p { func: Name::from(RECV), peer: 3, ..P2p::default() };
+        for record in [
+            of(1, 10, 0, coll(0)),
+            of(2, 10, 0, Body::Stop),
+            of(3, 11, 0, Body::P2p(receive)),
+            of(4, 11, 0, Body::Stop),
+            of(4, 12, 11, Body::ProxyOp(ProxyOp { peer: 3, ..ProxyOp::default() })),
+            of(5, 13, 0, coll(1)),
+        ] {
+            tracker.apply(&record);
+        }
+        let oldest = |tracker: &Tracker| tracker.comms()[&CONTEXT].oldest_open();
+        assert_eq!(oldest(&tracker), Some(3));
+        tracker.apply(&of(6, 12, 0, Body::Stop));
+        assert_eq!(oldest(&tracker), Some(5));
+        tracker.apply(&of(7, 13, 0, Body::Stop));
+        assert_eq!(oldest(&tracker), None);
     }
 
     #[test]

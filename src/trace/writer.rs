@@ -455,8 +455,7 @@ impl Writer {
             let mut groups: BTreeMap<String, f64> = BTreeMap::new();
             for (context, comm) in status.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
                 let Some(known) = self.summary.comms.get(context) else { continue };
-                let open = comm.calls().filter(|call| call.open);
-                let oldest = open.map(|call| now.saturating_sub(call.entered)).max().unwrap_or(0);
+                let oldest = comm.oldest_open().map_or(0, |entered| now.saturating_sub(entered));
                 let group = groups.entry(known.group.clone()).or_default();
                 *group = group.max(oldest as f64 / 1e9);
             }

@@ -80,4 +80,7 @@ fn promtool_finds_nothing_to_say_about_the_metrics_and_the_rules() {
     let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/grafana/rules.yml");
     let (good, said) = finds(&["check", "rules", rules], "");
     assert!(good && said.contains("SUCCESS"), "{said}");
+    let values = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/profiler/rules_test.yml");
+    let (good, said) = finds(&["test", "rules", values], "");
+    assert!(good && said.contains("SUCCESS"), "{said}");
 }

@@ -1,8 +1,8 @@
 //! The figures for Prometheus: its text format, in a file for node_exporter's textfile collector or over HTTP.
 //!
 //! Counters run since the process began; Prometheus computes rates and shares. The number of series is bounded:
-//! communicators are counted together by their names, peers by their hosts, and what the wire carried by interface. The
-//! file is replaced by an atomic rename, so that a reader never sees half of it.
+//! communicators are counted together by their names, peers by their hosts, what the wire carried by interface, and calls
+//! by function beyond [`FUNCTIONS`]. The file is replaced by an atomic rename, so that a reader never sees half of it.
 
 mod family;
 mod labels;
@@ -10,18 +10,24 @@ pub(super) mod server;
 
 pub(crate) use labels::Labels;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::path::Path;
+use std::time::SystemTime;
 
 use family::{Family, Page};
 use labels::escape;
 
+use super::names::Name;
 use super::rail::Rail;
-use super::summary::{CommStat, PeerStat, Summary, UNNAMED, WireStat};
+use super::summary::{CallStat, CommStat, Histogram, OTHERS, PeerStat, Summary, UNNAMED, WireStat};
 
 /// The family that shows whether the process runs.
 const UP: &str = "towline_process_up";
+
+/// Functions of groups of communicators that have series of their own, those that were called first: each has a histogram,
+/// and counters for each algorithm and protocol, some 34 series.
+const FUNCTIONS: usize = 40;
 
 /// The input of the figures.
 pub(crate) struct Figures<'a> {
@@ -29,7 +35,7 @@ pub(crate) struct Figures<'a> {
     pub labels: &'a Labels,
     /// The counters.
     pub summary: &'a Summary,
-    /// For how many seconds the oldest call of a group of communicators has been open; none when that is not known.
+    /// For how many seconds the oldest call of a group of communicators has been open; `None` when that is not known.
     pub oldest_open: Option<&'a BTreeMap<String, f64>>,
     /// Whether each peer gets series of its own.
     pub peers: bool,
@@ -50,6 +56,9 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
     let groups: Groups = groups.into_iter().map(|(name, stat)| (format!("comm=\"{}\"", escape(name)), stat)).collect();
     let mut info = page.family(UP, "gauge", "1 while the process runs, 0 when it has ended in order.");
     info.sample(&format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), u8::from(figures.up));
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let help = "When these figures were written, in seconds since 1970: the file of a killed process is not renewed.";
+    page.family("towline_metrics_timestamp_seconds", "gauge", help).sample("", now.as_secs());
     gpus(&mut page, figures.summary);
     calls(&mut page, &groups);
     state(&mut page, &groups, oldest_open.as_deref());
@@ -74,8 +83,35 @@ fn gpus(page: &mut Page<'_>, summary: &Summary) {
 /// By their labels.
 type Groups = Vec<(String, CommStat)>;
 
+/// By the labels of a group and a function: the calls by algorithm and protocol.
+type Functions = BTreeMap<String, BTreeMap<(Name, Name), CallStat>>;
+
+/// The functions of all groups. Later ones are counted together, so that none loses its series to another one.
+fn functions(groups: &Groups) -> Functions {
+    let all = || groups.iter().flat_map(|(labels, group)| group.calls.iter().map(move |call| (labels.as_str(), call)));
+    let mut first: BTreeMap<(&str, Name), u64> = BTreeMap::new();
+    for (labels, (key, stat)) in all() {
+        let known = first.entry((labels, key.func)).or_insert(stat.first);
+        *known = stat.first.min(*known);
+    }
+    let mut first: Vec<(u64, (&str, Name))> = first.into_iter().map(|(function, first)| (first, function)).collect();
+    first.sort_unstable();
+    let early: BTreeSet<(&str, Name)> = first.into_iter().take(FUNCTIONS).map(|(_, function)| function).collect();
+    let mut functions = Functions::new();
+    for (labels, (key, stat)) in all() {
+        let labels = if early.contains(&(labels, key.func)) {
+            format!("{labels},func=\"{}\"", escape(key.func.text()))
+        } else {
+            format!("comm=\"{OTHERS}\",func=\"{OTHERS}\"")
+        };
+        functions.entry(labels).or_default().entry((key.algorithm, key.protocol)).or_default().add(stat);
+    }
+    functions
+}
+
 fn calls(page: &mut Page<'_>, groups: &Groups) {
-    type Read = fn(&super::summary::CallStat) -> u64;
+    type Read = fn(&CallStat) -> u64;
+    let functions = functions(groups);
     let calls: [(&'static str, &str, Read); 3] = [
         ("towline_collectives_total", "Completed collectives and point-to-point operations.", |stat| stat.count),
         ("towline_collective_bytes_total", "Their data, as nccl-tests counts a size.", |stat| stat.bytes),
@@ -85,28 +121,19 @@ fn calls(page: &mut Page<'_>, groups: &Groups) {
     ];
     for (name, help, read) in calls {
         let mut family = page.family(name, "counter", help);
-        for (labels, group) in groups {
-            for (key, stat) in &group.calls {
-                let more = format!(
-                    "{labels},func=\"{}\",algorithm=\"{}\",protocol=\"{}\"",
-                    escape(key.func.text()),
-                    escape(key.algorithm.text()),
-                    escape(key.protocol.text())
-                );
-                family.sample(&more, read(stat));
+        for (labels, calls) in &functions {
+            for ((algorithm, protocol), stat) in calls {
+                let (algorithm, protocol) = (escape(algorithm.text()), escape(protocol.text()));
+                family.sample(&format!("{labels},algorithm=\"{algorithm}\",protocol=\"{protocol}\""), read(stat));
             }
         }
     }
     let help = "From enqueueing to the last operation's end.";
     let mut family = page.family("towline_collective_duration_seconds", "histogram", help);
-    for (labels, group) in groups {
-        let mut functions = BTreeMap::new();
-        for (key, stat) in &group.calls {
-            functions.entry(key.func.text()).or_insert_with(super::summary::Histogram::default).merge(&stat.latency);
-        }
-        for (function, durations) in functions {
-            family.histogram(&format!("{labels},func=\"{}\"", escape(function)), &durations);
-        }
+    for (labels, calls) in &functions {
+        let mut durations = Histogram::default();
+        calls.values().for_each(|stat| durations.merge(&stat.latency));
+        family.histogram(labels, &durations);
     }
 }
 
@@ -116,9 +143,12 @@ fn state(page: &mut Page<'_>, groups: &Groups, oldest_open: Option<&[f64]>) {
         let mut family = page.family("towline_oldest_open_collective_seconds", "gauge", help);
         groups.iter().zip(oldest_open).for_each(|((labels, _), open)| family.sample(labels, open));
     }
-    let help = "Collectives that this rank has entered: a rank whose number is smaller than the others' is behind.";
+    let help =
+        "Collectives that this rank has entered: of the ranks with the same communicators, one with fewer is behind.";
     let mut family = page.family("towline_last_sequence", "gauge", help);
-    groups.iter().for_each(|(labels, group)| family.sample(labels, group.entered));
+    for (labels, group) in groups {
+        family.sample(&format!("{labels},communicators=\"{:x}\"", group.ids), group.entered);
+    }
 }
 
 /// The transfers of each group in each direction, over all peers.
@@ -287,9 +317,6 @@ mod tests {
     #[test]
     fn a_thousand_peers_on_eight_rails_make_no_more_than_three_thousand_series() {
         let mut summary = Summary::default();
-        for number in 0..40 {
-            summary.comm(&comm(number, &format!("group {number}")));
-        }
         summary.comm(&comm(99, "world"));
         let world = summary.comms.get_mut(&99).unwrap();
         for peer in 0..1000 {
@@ -301,20 +328,29 @@ mod tests {
                 }
             }
             summary.links.learn(peer as u64, true, Vec::new(), &format!("node{peer}"));
-            summary.hosts.push([1, 1]);
         }
-        for func in ["AllReduce", "AllGather", "ReduceScatter", "Send", "Recv"] {
-            for algorithm in ["RING", "TREE"] {
-                for protocol in ["LL", "LL128", "SIMPLE"] {
-                    let key = CallKey { func: func.into(), algorithm: algorithm.into(), protocol: protocol.into() };
-                    let world = summary.comms.get_mut(&99).unwrap();
-                    world.calls.entry(key).or_default().latency.add(5000);
+        summary.hosts = vec![[1, 1]; summary.links.hosts().len()];
+        // Each group has transfers with others, and all functions.
+        for number in 0..40 {
+            summary.comm(&comm(number, &format!("group {number}")));
+            let own = summary.comms.get_mut(&number).unwrap();
+            for send in [true, false] {
+                own.peers.entry((0, send)).or_default().steps = 1;
+            }
+            for func in ["AllReduce", "AllGather", "ReduceScatter", "Send", "Recv"] {
+                for algorithm in ["RING", "TREE"] {
+                    for protocol in ["LL", "LL128", "SIMPLE"] {
+                        let key = CallKey { func: func.into(), algorithm: algorithm.into(), protocol: protocol.into() };
+                        own.calls.entry(key).or_default().latency.add(5000);
+                    }
                 }
             }
         }
         let text = text(&summary);
+        let groups = text.lines().filter(|line| line.starts_with("towline_last_sequence{")).count();
+        assert_eq!(groups, 17, "as many as there may be");
         let series: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
-        assert!(series.len() <= 3000, "{}", series.len());
+        assert!(series.len() <= 3000, "{} series", series.len());
         assert!(text.contains(
             r#"towline_wire_bytes_total{host="node4",pid="7",rank="19",interface="eth3",direction="send"} 1000"#
         ));
@@ -353,7 +389,10 @@ mod tests {
                 summary.apply(&Record { when: number, id, parent, context: number, rank: 0, thread: 0, body });
             }
             summary.comm_ends(number, number + 1);
-            let now = series(&text(&summary));
+            // This label is another one with each communicator.
+            let without = |name: String| name.split(",communicators=").next().unwrap().to_owned();
+            let now: BTreeMap<String, f64> =
+                series(&text(&summary)).into_iter().map(|(name, value)| (without(name), value)).collect();
             for (name, was) in &before {
                 assert!(now.get(name).is_some_and(|is| is >= was), "{name} was {was} and is {:?}", now.get(name));
             }
@@ -370,6 +409,55 @@ mod tests {
             before = now;
         }
         assert!(summary.comms.len() < 600);
+    }
+
+    #[test]
+    fn functions_beyond_a_number_are_counted_together_and_earlier_ones_keep_their_series() {
+        let mut summary = Summary::default();
+        summary.comm(&comm(1, "dp"));
+        let mut before = BTreeMap::new();
+        for number in (0..FUNCTIONS + 10).rev() {
+            let coll = Coll { func: format!("Function{number:02}").as_str().into(), ..Coll::default() };
+            for body in [Body::Coll(coll), Body::Stop] {
+                summary.apply(&Record { when: 1, id: 1, parent: 0, context: 1, rank: 0, thread: 0, body });
+            }
+            summary.finish(1);
+            let now = series(&text(&summary));
+            for (name, was) in &before {
+                assert!(now.get(name).is_some_and(|is| is >= was), "{name} was {was} and is {:?}", now.get(name));
+            }
+            before = now;
+        }
+        for name in ["towline_collectives_total", "towline_collective_duration_seconds_count"] {
+            let of = |(series, value): (&String, &f64)| series.starts_with(name).then_some(*value);
+            let values: Vec<f64> = before.iter().filter_map(of).collect();
+            assert_eq!((values.len(), values.iter().sum::<f64>()), (FUNCTIONS + 1, (FUNCTIONS + 10) as f64), "{name}");
+            let others =
+                |series: &&String| series.starts_with(name) && series.contains("comm=\"others\",func=\"others\"");
+            assert_eq!(before.keys().find(others).map(|series| before[series]), Some(10.0), "{name}");
+        }
+    }
+
+    #[test]
+    fn ranks_in_the_same_communicators_are_known_by_one_number() {
+        let known = |ids: &mut dyn Iterator<Item = u64>, end: bool| {
+            let mut summary = Summary::default();
+            for id in ids {
+                summary.comm(&comm(id, "dp"));
+                if end {
+                    summary.comm_ends(id, 1);
+                }
+            }
+            let text = text(&summary);
+            let line = text.lines().find(|line| line.starts_with("towline_last_sequence{")).unwrap();
+            line.split_once("communicators=").unwrap().1.to_owned()
+        };
+        assert_eq!(
+            known(&mut (1..=600), true),
+            known(&mut (1..=600).rev(), false),
+            "also when old ones are put together"
+        );
+        assert_ne!(known(&mut (1..=600), true), known(&mut (1..=599), true));
     }
 
     #[test]

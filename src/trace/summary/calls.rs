@@ -32,6 +32,8 @@ pub(crate) struct CallKey {
 pub(crate) struct CallStat {
     /// How many were completed.
     pub count: u64,
+    /// The number of the first one among all calls of the process.
+    pub first: u64,
     /// Bytes of their data, as nccl-tests counts a size.
     pub bytes: u64,
     /// Bytes that the slowest link had to move, as nccl-tests counts for its bus bandwidth.
@@ -45,6 +47,7 @@ pub(crate) struct CallStat {
 impl CallStat {
     /// Adds another's figures.
     pub(crate) fn add(&mut self, other: &CallStat) {
+        self.first = if self.count == 0 { other.first } else { self.first.min(other.first) };
         self.count += other.count;
         self.bytes += other.bytes;
         self.bus_bytes += other.bus_bytes;
@@ -87,6 +90,8 @@ struct Call {
 pub(super) struct Calls {
     open: QuickMap<u64, Call>,
     arrivals: Option<Vec<Arrival>>,
+    /// How many were completed.
+    completed: u64,
     /// Nothing can be complete before this.
     look_at: u64,
 }
@@ -169,13 +174,14 @@ impl Calls {
     }
 
     fn close(&mut self, complete: impl Fn(&Call) -> bool, comms: &mut BTreeMap<u64, CommStat>) {
-        let arrivals = &mut self.arrivals;
-        self.open.retain(|_, call| {
+        let Self { open, arrivals, completed, .. } = self;
+        open.retain(|_, call| {
             if !complete(call) {
                 return true;
             }
             let comm = comms.entry(call.context).or_default();
-            comm.calls.entry(call.key()).or_default().count_in(call, comm.info.ranks);
+            *completed += 1;
+            comm.calls.entry(call.key()).or_default().count_in(call, comm.info.ranks, *completed);
             if let (Some(list), Body::Coll(coll)) = (arrivals.as_mut(), call.body)
                 && list.len() < ARRIVALS
             {
@@ -194,7 +200,7 @@ impl Calls {
 }
 
 impl CallStat {
-    fn count_in(&mut self, call: &Call, ranks: i32) {
+    fn count_in(&mut self, call: &Call, ranks: i32, number: u64) {
         let (func, count, datatype) = match call.body {
             Body::Coll(coll) => (coll.func, coll.count, coll.datatype),
             Body::P2p(p2p) => (p2p.func, p2p.count, p2p.datatype),
@@ -202,6 +208,9 @@ impl CallStat {
             _ => return,
         };
         let (bytes, bus_bytes) = sizes(func.text(), count * size_of_datatype(datatype.text()), ranks);
+        if self.count == 0 {
+            self.first = number;
+        }
         self.count += 1;
         self.bytes += bytes;
         self.bus_bytes += bus_bytes;

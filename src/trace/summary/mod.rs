@@ -33,7 +33,7 @@ const COMMS: usize = 512;
 const GROUPS: usize = 16;
 
 /// The group of the communicators for which there was no group left.
-const OTHERS: &str = "others";
+pub(crate) const OTHERS: &str = "others";
 
 /// The group of the communicators without a name, and of what belongs to none that is known.
 pub(crate) const UNNAMED: &str = "unnamed";
@@ -92,6 +92,8 @@ pub(crate) struct CommStat {
     pub info: CommInfo,
     /// The communicators with which it is counted together where there must not be too many.
     pub group: String,
+    /// Its id, or the sum of those of several communicators: ranks in the same ones have the same sum.
+    pub ids: u64,
     /// Collectives that were entered.
     pub entered: u64,
     /// By function, algorithm and protocol.
@@ -189,7 +191,7 @@ impl Summary {
             self.gpus.insert(info.gpu.clone());
         }
         let comm = self.comms.entry(info.context).or_default();
-        (comm.info, comm.group) = (info.clone(), group);
+        (comm.info, comm.group, comm.ids) = (info.clone(), group, info.id);
         if self.comms.len() > COMMS {
             let oldest = self.comms.iter().find(|(_, comm)| comm.ended).map(|(&context, _)| context);
             if let Some(old) = oldest.and_then(|context| self.comms.remove(&context)) {
@@ -458,8 +460,9 @@ impl WireStat {
 }
 
 impl CommStat {
-    /// Adds another's figures; the communicator's identity stays.
+    /// Adds another's figures; the communicator's name and group stay.
     pub(crate) fn add(&mut self, other: &CommStat) {
+        self.ids = self.ids.wrapping_add(other.ids);
         self.entered += other.entered;
         for (key, call) in &other.calls {
             self.calls.entry(*key).or_default().add(call);
