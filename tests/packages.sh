@@ -52,6 +52,13 @@ deb=$(one 'towline_*.deb') archive=$(one 'towline-*-linux-*.tar.gz') rpm=$(one '
 left_out=()
 tried=0
 
+# What dnf would have to find for the .rpm: the C runtime and nothing else. `rpm` itself does not look: in an empty root nothing
+# is installed.
+if [ -n "$rpm" ] && command -v rpm >/dev/null; then
+    wants=$(rpm -qp --requires "$rpm" | grep -v '^rpmlib(\|^rtld(GNU_HASH)' | sed 's/(.*//' | sort -u | tr '\n' ' ')
+    [ "${wants#ld-linux-*.so.[0-9] }" = "libc.so.6 libgcc_s.so.1 libm.so.6 " ] || fail "$rpm requires $wants"
+fi
+
 # What a user does: the variables, then a run whose log must say which library was taken.
 use='
 run_from() {
