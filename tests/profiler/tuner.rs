@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
+use std::path::Path;
 use std::ptr::null_mut;
 
 use crate::support::{child, net, one_at_a_time};
@@ -318,4 +319,38 @@ fn on_every_measured_network_the_advice_is_close_to_the_best_way_and_no_slower_t
     // Beside the best tuning of Socket, of three: a few per cent is what repeated runs differ by.
     let slower: Vec<_> = against_socket.iter().filter(|(ratio, _)| *ratio > 1.0).collect();
     assert!(slower.iter().all(|(ratio, _)| *ratio <= 1.08) && slower.len() * 4 < against_socket.len(), "{slower:#?}");
+}
+
+/// What the library of 0.1.0 (commit 0cd4088) answers for all-reduces of two ranks on two nodes, by KiB, where NCCL 2.28 makes
+/// its estimates for 39 Gb/s and rules LL128 out.
+const OF_0_1_0: [(usize, Answer); 7] = [
+    (4, (Some((0, 0)), 1)),
+    (32, (Some((1, 0)), 1)),
+    (64, (Some((1, 0)), 1)),
+    (128, (Some((1, 2)), 2)),
+    (256, (Some((0, 2)), 2)),
+    (1024, (Some((1, 2)), 4)),
+    (16384, (Some((1, 2)), 0)),
+];
+
+/// Ranks that choose differently hang. What a job of two releases needs must be read where its user looks.
+#[test]
+fn pages_say_what_ranks_of_two_releases_need_while_their_tuners_or_latencies_differ() {
+    let _turn = one_at_a_time();
+    let _comm = comm(1);
+    let tuner = Tuner::new(Version::V6, 1, 2, 2);
+    let answer = |kib: usize| tuner.ask("all_reduce", kib << 10, |_, protocol| protocol != 1);
+    let advice_differs = OF_0_1_0.iter().any(|&(kib, before)| answer(kib) != before);
+    // What steers NCCL 2.12 to 2.19, which load no tuner: 0.1.0 reports 0.
+    let latencies = [ApiVersion::V5, ApiVersion::V6, ApiVersion::V7].map(|version| {
+        net(version).init_with(&Init::default()).expect("init").properties(0).expect("a device").latency_us
+    });
+    let latency_differs = latencies.iter().any(|&latency| latency != 0.0);
+    for page in ["CHANGELOG.md", "docs/running.md", "docs/dev/releasing.md"] {
+        let text =
+            std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).expect("the page is there");
+        let says = |what| text.lines().any(|line| line.contains("0.1.0") && line.contains(what));
+        let said = ["`TOWLINE_TUNE=0` on all", "NCCL 2.12 to 2.19"].map(says);
+        assert_eq!(said, [advice_differs, latency_differs], "{page}");
+    }
 }
