@@ -262,6 +262,23 @@ pub fn listening() -> usize {
     descriptors().iter().filter(|(fd, _)| socket_option(*fd, libc::SO_ACCEPTCONN) == Some(1)).count()
 }
 
+/// Its connected TCP sockets: both ends of a stream that does not leave the process.
+pub fn streams() -> Vec<i32> {
+    let is_stream = |fd: i32| {
+        let (mut address, mut size) = ([0_u64; 16], 128);
+        // SAFETY: the kernel writes an address of at most that size; what is no connected socket it refuses.
+        let is_connected = unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut size) } == 0;
+        is_connected && matches!(socket_option(fd, libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6))
+    };
+    descriptors().into_iter().map(|(fd, _)| fd).filter(|&fd| is_stream(fd)).collect()
+}
+
+/// Ends a stream, as a middle box does that forgets it. Whether it was still there.
+pub fn cut(stream: i32) -> bool {
+    // SAFETY: a descriptor of this process; one that has just been closed is the kernel's to refuse.
+    unsafe { libc::shutdown(stream, libc::SHUT_RDWR) == 0 }
+}
+
 /// What an option of a socket says; none for what is no socket.
 fn socket_option(fd: i32, option: libc::c_int) -> Option<libc::c_int> {
     let (mut value, mut size): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
