@@ -263,7 +263,10 @@ mod tests {
                 },
                 waits: match rank {
                     0 => Vec::new(),
-                    _ => vec![WaitState { peer: 0, on: "data".into(), since: now - 5_000_000_000 }],
+                    _ => {
+                        let (on, since) = ("data".into(), now - 5_000_000_000);
+                        vec![WaitState { peer: 0, on, since, ..WaitState::default() }]
+                    }
                 },
                 ..CommState::default()
             };

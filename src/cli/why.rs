@@ -209,7 +209,7 @@ mod tests {
                 entered: since,
                 open: true,
             };
-            let wait = WaitState { peer: 1 - rank, on: on.into(), since };
+            let wait = WaitState { peer: 1 - rank, on: on.into(), since, ..WaitState::default() };
             let comm = CommState {
                 id: "77".into(),
                 rank,

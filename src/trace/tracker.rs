@@ -100,6 +100,7 @@ struct Operation {
     /// The event that it belongs to.
     parent: u64,
     peer: i32,
+    channel: u8,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -108,10 +109,23 @@ struct Step {
     /// The event that it belongs to.
     operation: u64,
     peer: i32,
+    channel: u8,
+    number: i32,
     /// Its data have come, and this rank's GPU has not taken them.
     arrived: bool,
     /// What it waits for, since when.
     wait: Option<(On, u64)>,
+}
+
+/// A step that waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OpenStep {
+    /// For what.
+    pub wait: Wait,
+    /// Its operation's channel.
+    pub channel: u8,
+    /// Its number in its operation.
+    pub number: i32,
 }
 
 /// The state of one process.
@@ -163,21 +177,30 @@ impl Tracker {
         &self.comms
     }
 
-    /// What the open steps of each communicator wait for. NCCL asks for the data of several steps ahead; while the GPU has not
-    /// taken those that have come, the further ones hold no rank up.
+    /// What the open steps of each communicator wait for.
     pub(crate) fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
+        let waits = |steps: Vec<OpenStep>| steps.into_iter().map(|step| step.wait).collect();
+        self.open_steps().into_iter().map(|(context, steps)| (context, waits(steps))).collect()
+    }
+
+    /// The open steps of each communicator that wait, the oldest first. NCCL asks for the data of several steps ahead; while the GPU has not
+    /// taken those that have come, the further ones hold no rank up.
+    pub(crate) fn open_steps(&self) -> BTreeMap<u64, Vec<OpenStep>> {
         let supplied: BTreeSet<u64> =
             self.steps.values().filter(|step| step.arrived).map(|step| step.operation).collect();
-        let mut waits: BTreeMap<u64, Vec<Wait>> = BTreeMap::new();
+        let mut waits: BTreeMap<u64, Vec<OpenStep>> = BTreeMap::new();
         for step in self.steps.values() {
             if let Some((on, since)) = step.wait
                 && (on != On::Data || !supplied.contains(&step.operation))
             {
-                waits.entry(step.context).or_default().push(Wait { peer: step.peer, on, since });
+                let Step { context, peer, channel, number, .. } = *step;
+                waits.entry(context).or_default().push(OpenStep { wait: Wait { peer, on, since }, channel, number });
             }
         }
         for list in waits.values_mut() {
-            list.sort_unstable_by_key(|wait| (wait.since, wait.peer, wait.on));
+            list.sort_unstable_by_key(|step| {
+                (step.wait.since, step.wait.peer, step.wait.on, step.channel, step.number)
+            });
         }
         waits
     }
@@ -208,13 +231,16 @@ impl Tracker {
                 self.enter(record, key, Arguments { count: p2p.count, datatype: p2p.datatype, root: 0 });
             }
             Body::ProxyOp(op) if self.operations.len() < OPEN => {
-                let operation = Operation { context: record.context, parent: record.parent, peer: op.peer };
+                let (context, parent) = (record.context, record.parent);
+                let operation = Operation { context, parent, peer: op.peer, channel: op.channel };
                 self.operations.insert(id, operation);
                 self.with_call(record.parent, |call| call.children += 1);
             }
-            Body::ProxyStep { .. } if self.steps.len() < OPEN => {
-                if let Some(&Operation { context, peer, .. }) = self.operations.get(&record.parent) {
-                    self.steps.insert(id, Step { context, operation: record.parent, peer, arrived: false, wait: None });
+            Body::ProxyStep { step: number } if self.steps.len() < OPEN => {
+                let operation = record.parent;
+                if let Some(&Operation { context, peer, channel, .. }) = self.operations.get(&operation) {
+                    let step = Step { context, operation, peer, channel, number, arrived: false, wait: None };
+                    self.steps.insert(id, step);
                 }
             }
             Body::State { state, .. } => {

@@ -15,7 +15,7 @@ use serde_json::Value;
 use self::network::{Connection, Interface};
 use super::event::CommInfo;
 use super::names::Name;
-use super::tracker::Tracker;
+use super::tracker::{OpenStep, Tracker};
 use super::verdict::{Arguments, Call, Gaps, Key, On, Told, Wait};
 
 /// Calls of each communicator that a process remembers, and reports on its control socket.
@@ -61,7 +61,7 @@ pub(crate) struct CallState {
 }
 
 /// A wait of an open operation's step.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WaitState {
     /// The rank at the other end.
     pub peer: i32,
@@ -69,6 +69,12 @@ pub(crate) struct WaitState {
     pub on: String,
     /// Since when.
     pub since: u64,
+    /// The operation's channel; None in the state of an older release.
+    #[serde(default)]
+    pub channel: Option<u8>,
+    /// The step's number in its operation; None as above.
+    #[serde(default)]
+    pub step: Option<i32>,
 }
 
 /// A rank of a communicator.
@@ -230,7 +236,7 @@ fn name(text: &str) -> Name {
 
 /// The communicators of a process, each with its last `kept` calls.
 pub(crate) fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
-    let mut waits = tracker.waits();
+    let mut waits = tracker.open_steps();
     let known = tracker.comms().iter().filter(|(_, comm)| comm.info.context != 0 && comm.info.rank >= 0);
     known
         .map(|(context, comm)| {
@@ -270,8 +276,10 @@ impl CallState {
 }
 
 impl WaitState {
-    fn of(wait: &Wait) -> Self {
-        Self { peer: wait.peer, on: wait.on.label().into(), since: wait.since }
+    fn of(step: &OpenStep) -> Self {
+        let OpenStep { wait, channel, number } = *step;
+        let (peer, on, since) = (wait.peer, wait.on.label().into(), wait.since);
+        Self { peer, on, since, channel: Some(channel), step: Some(number) }
     }
 }
 
@@ -361,8 +369,8 @@ mod tests {
                 apply(seq, 1000 + seq, 0, Body::Stop);
             }
         }
-        apply(300, 2000, 1000, Body::ProxyOp(ProxyOp { peer: 0, ..ProxyOp::default() }));
-        apply(301, 2001, 2000, Body::ProxyStep { step: 0 });
+        apply(300, 2000, 1000, Body::ProxyOp(ProxyOp { peer: 0, channel: 3, ..ProxyOp::default() }));
+        apply(301, 2001, 2000, Body::ProxyStep { step: 17 });
         apply(302, 2001, 0, Body::State { state: state::STEP_RECV_WAIT, steps: 0, arg: 0 });
         for number in 0..300 {
             let p2p = P2p { count: number, func: "Send".into(), peer: 0, ..P2p::default() };
@@ -378,6 +386,7 @@ mod tests {
         let comm = &read.communicators[0];
         assert_eq!((comm.info().id, comm.made, comm.calls.len()), (0x77, 200, 11), "the open one and the last ten");
         assert_eq!(comm.info().gpu, "3 at 0000:3b:00.0");
+        assert_eq!((comm.waits[0].channel, comm.waits[0].step), (Some(3), Some(17)));
         let told = comm.told(|when| when + 1000);
         assert_eq!(told.waits, [Wait { peer: 0, on: On::Data, since: 1302 }]);
         assert_eq!((told.calls[0].open, told.calls[0].entered), (true, 1000));
@@ -401,7 +410,7 @@ mod tests {
             entered: 5,
             open: true,
         };
-        let wait = |peer| WaitState { peer, on: "data".into(), since: 5 };
+        let wait = |peer| WaitState { peer, on: "data".into(), since: 5, ..WaitState::default() };
         let comm = CommState {
             id: "77".into(),
             rank: 1,
@@ -465,6 +474,10 @@ mod tests {
         let mut state = sound();
         for name in ["stamp", "rank"] {
             state.as_object_mut().unwrap().remove(name).expect("it is there now");
+        }
+        let wait = &mut state["communicators"][0]["waits"][0];
+        for name in ["channel", "step"] {
+            wait.as_object_mut().unwrap().remove(name).expect("it is there now");
         }
         assert_eq!((read(&state).unwrap().stamp, read(&state).unwrap().rank), (0, None));
     }
