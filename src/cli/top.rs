@@ -235,7 +235,7 @@ fn doing(process: &Process, comm: &CommState, job: &Job, now: u64) -> Doing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::live::network::Connection;
+    use crate::trace::live::network::{Connection, Interface};
     use crate::trace::live::{CallState, WaitState};
 
     #[test]
@@ -292,6 +292,26 @@ mod tests {
         assert!(rows[2].contains(" Recv #7 from rank 0 ") && rows[2].contains(" 6.0 s"), "{text}");
         assert!(rows[2].contains(" data of rank 0 over eth1, 5.0 s"), "{text}");
         assert_eq!(view.json(&[])["ranks"][1]["interfaces"], json!(["eth1"]));
+    }
+
+    #[test]
+    fn an_interface_carries_what_its_host_counts_or_else_the_sum_of_its_processes() {
+        const GB: u64 = 1_000_000_000;
+        let carried = |name: &str, sent, received, of_host| Interface { name: name.into(), sent, received, of_host };
+        // Two processes of a host, and one of another, two seconds apart.
+        let look = |now, [a, b, c]: [Vec<Interface>; 3]| {
+            [("node0", 1, a), ("node0", 2, b), ("node1", 1, c)].map(|(host, pid, interfaces)| {
+                Process::here(State { host: host.into(), pid, now, interfaces, ..State::default() })
+            })
+        };
+        let (eth, ib) = (|sent| carried("eth0", sent, 3 * sent, true), |sent| carried("mlx5_0", sent, 0, false));
+        let before = look(GB, [vec![eth(GB), ib(GB)], vec![eth(GB), ib(GB)], vec![eth(5 * GB)]]);
+        // The second interface of the last one is new, and a counter may begin again.
+        let after = look(3 * GB, [vec![eth(5 * GB), ib(2 * GB)], vec![eth(3 * GB), ib(4 * GB)], vec![eth(0), ib(GB)]]);
+        let before = before.into_iter().map(|process| (process.state.process(), process.state)).collect();
+        let rates = rates(&after.iter().collect::<Vec<_>>(), &before);
+        let expected = [("node0", "eth0", [2.0, 6.0]), ("node0", "mlx5_0", [2.0, 0.0]), ("node1", "eth0", [0.0, 0.0])];
+        assert_eq!(rates, expected.map(|(host, name, rate)| ((host.into(), name.into()), rate)).into());
     }
 
     #[test]
