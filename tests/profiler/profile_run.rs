@@ -103,9 +103,10 @@ fn processes_of_one_name_and_number_have_files_of_their_own() {
 fn under_nccls_identifiers_the_bytes_add_up_as_well() {
     let _watchdog = crate::support::watchdog(120);
     let dir = tempfile::tempdir().expect("a directory");
-    let more = [("TOWLINE_PROFILE", "trace"), ("TOWLINE_STREAMS", "3"), ("TOWLINE_NET_EVENTS", "nccl")];
+    let more = [("TOWLINE_PROFILE", "trace"), ("TOWLINE_STREAMS", "3"), ("TOWLINE_NET_EVENTS", "nccl"), ("RANK", "7")];
     towline(dir.path(), "all-reduce -b 8 -e 8M -f 128 -n 2 -w 0", &more);
-    assert!(check(dir.path()).contains("every byte is accounted for"));
+    let said = check(dir.path());
+    assert!(said.contains("every byte is accounted for") && said.matches(", global rank 7: ").count() == 2, "{said}");
     let processes = traced(dir.path());
     let sockets =
         |process: &Process| process.records.iter().any(|r| matches!(r.body, Body::NetSocket { fd, .. } if fd > 2));

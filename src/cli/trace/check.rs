@@ -21,7 +21,10 @@ pub(super) fn run(args: &Check, output: &mut Output) -> Result<(String, Verdict)
     let mut counts = Vec::new();
     for (process, _) in load(&args.files, output)?.processes {
         let info = process.info.clone().unwrap_or_default();
-        let name = format!("{} process {}", info.host, info.pid);
+        let rank = info.rank.map_or_else(String::new, |rank| format!(", global rank {rank}"));
+        let gpu = process.comms.iter().map(|comm| &comm.gpu).find(|gpu| !gpu.is_empty());
+        let gpu = gpu.map_or_else(String::new, |gpu| format!(", GPU {gpu}"));
+        let name = format!("{} process {}{rank}{gpu}", info.host, info.pid);
         output.progress(|| format!("checking {name}"));
         let ledger = Ledger::of(&process);
         text += &ledger.line(&name);
