@@ -34,6 +34,8 @@ pub(crate) struct Place {
 #[derive(Default)]
 pub(crate) struct Found {
     pub(crate) processes: Vec<Process>,
+    /// Processes that there are, or were, and that do not answer.
+    pub(crate) unanswered: usize,
     /// Notes for the user about them.
     pub(crate) notes: Vec<String>,
 }
@@ -77,7 +79,7 @@ impl Place {
         };
         let processes = gather::processes(readable(states));
         let notes = dropped(&processes);
-        Ok(Found { processes, notes })
+        Ok(Found { processes, notes, ..Found::default() })
     }
 }
 
@@ -99,8 +101,9 @@ fn readable(states: Vec<(PathBuf, io::Result<State>)>) -> Vec<(PathBuf, State)> 
 /// A note for each process that missed events.
 fn dropped(processes: &[Process]) -> Vec<String> {
     let dropped = processes.iter().filter(|process| process.state.dropped > 0).map(|process| {
-        let State { host, pid, dropped, .. } = &process.state;
-        format!("{host}, process {pid}, had no room for {dropped} events: what is said of it may be out of date")
+        let State { host, pid, rank, dropped, .. } = &process.state;
+        let rank = rank.map_or_else(String::new, |rank| format!(", global rank {rank}"));
+        format!("{host}, process {pid}{rank}, had no room for {dropped} events: what is said of it may be out of date")
     });
     dropped.collect()
 }

@@ -40,7 +40,7 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
     let mut before = BTreeMap::new();
     let mut first = true;
     loop {
-        let Found { processes, notes } = options.place.processes()?;
+        let Found { processes, notes, .. } = options.place.processes()?;
         let now = clock::now();
         if !(first && options.once) {
             let view = View::of(&processes, &before, now);

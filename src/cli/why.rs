@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::os::error::Result;
 use crate::trace::clock;
 use crate::trace::live::gather;
-use crate::trace::verdict::{Finding, Key, Member, name_of_call};
+use crate::trace::verdict::{Finding, Key, Member, On, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -80,7 +80,8 @@ impl Answer {
     fn of(found: Found) -> Self {
         let processes = &found.processes;
         let now = clock::now();
-        let job = gather::job(processes, now);
+        let mut job = gather::job(processes, now);
+        job.add_unanswered(found.unanswered);
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
         Self { communicators: job.communicators(), findings: job.findings(), alive, remarks: found.notes }
     }
@@ -177,6 +178,7 @@ fn finding(found: &Finding) -> Value {
         "call": waiting.map(|it| name_of_call(it.key)),
         "waiting": waiting_ranks.map(Iterator::collect::<Vec<_>>),
         "for_ns": waiting.map(|it| it.for_ns),
+        "waiting_for": waiting.and_then(|it| found.comm.waiting_on(it)).map(On::label),
         "victims": found.victims,
         "unseen": found.verdict.unseen,
         "with_gaps": found.verdict.gaps,
@@ -238,7 +240,7 @@ mod tests {
             })
         };
         let processes = vec![process(0, "network", ["eth0", "eth1"]), process(1, "data", ["eth2", "eth3"])];
-        let json = Answer::of(Found { processes, notes: Vec::new() }).json();
+        let json = Answer::of(Found { processes, ..Found::default() }).json();
         let named = json!([{
             "rank": 0, "host": "node0", "process": 100, "gpu": "0 at 0000:3b:00.0", "global_rank": 8, "interfaces": ["eth0"],
         }]);
@@ -247,5 +249,6 @@ mod tests {
             "rank": 1, "host": "node1", "process": 101, "gpu": "1 at 0000:3b:00.0", "global_rank": 9,
         });
         assert_eq!(json["findings"][0]["waiting"][1], waiting, "{json}");
+        assert_eq!(json["findings"][0]["waiting_for"], "network", "{json}");
     }
 }

@@ -48,7 +48,7 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
     let usual = config.status_listen.as_deref().and_then(port_of);
     let mut hosts: Vec<Host> = hosts.iter().map(|text| parse(text, usual).map(Host::new)).collect::<Result<_>>()?;
     ask_all(&mut hosts, key, Instant::now() + ALL);
-    let mut found = Found::default();
+    let mut found = Found { unanswered: unanswered(&hosts), ..Found::default() };
     for host in hosts {
         found.notes.extend(host.notes());
         found.processes.extend(host.found);
@@ -86,6 +86,21 @@ fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
         }
         count = GAP;
     }
+}
+
+/// How many processes there are, or were, that do not answer: those whose ports are silent, and those whose ports are closed
+/// though a process of as high a local rank answers, on the same host or another one.
+fn unanswered(hosts: &[Host]) -> usize {
+    let highest = hosts.iter().filter_map(|host| Some(host.answered? - host.first)).max();
+    let of = |host: &Host| {
+        let is_one = |(port, failure): &&(u16, Failure)| match failure {
+            Failure::Silent => true,
+            Failure::Refused => highest.is_some_and(|highest| port - host.first <= highest),
+            _ => false,
+        };
+        host.failures.iter().filter(is_one).count()
+    };
+    hosts.iter().map(of).sum()
 }
 
 /// Some processes answered while others were still awaited. Each answer counts as given now: otherwise a call that had
@@ -130,13 +145,16 @@ struct Host {
     asked: u16,
     found: Vec<Process>,
     failures: Vec<(u16, Failure)>,
+    /// The highest port that answered.
+    answered: Option<u16>,
     /// It has no further process.
     done: bool,
 }
 
 impl Host {
     fn new((name, first): (&str, u16)) -> Self {
-        Self { name: name.into(), first, asked: 0, found: Vec::new(), failures: Vec::new(), done: false }
+        let (found, failures) = (Vec::new(), Vec::new());
+        Self { name: name.into(), first, asked: 0, found, failures, answered: None, done: false }
     }
 
     /// The next `count` ports.
@@ -152,7 +170,10 @@ impl Host {
         let mut is_lost = answers.is_empty();
         for (port, answer) in answers {
             match answer {
-                Ok(process) => self.found.push(process),
+                Ok(process) => {
+                    self.found.push(process);
+                    self.answered = Some(port);
+                }
                 Err(failure) => {
                     is_lost |= matches!(failure, Failure::NoAddress(_) | Failure::Unreachable(_) | Failure::NoTime);
                     self.failures.push((port, failure));
@@ -165,8 +186,11 @@ impl Host {
 
     /// Notes for the user: each process that gave no status, or why there is none.
     fn notes(&self) -> Vec<String> {
-        let is_told = |failure: &Failure| !matches!(failure, Failure::Refused);
-        let told: Vec<_> = self.failures.iter().filter(|(_, failure)| is_told(failure)).collect();
+        // Beyond the last process are closed ports only.
+        let is_told = |(port, failure): &&(u16, Failure)| {
+            !matches!(failure, Failure::Refused) || self.answered.is_some_and(|last| *port < last)
+        };
+        let told: Vec<_> = self.failures.iter().filter(is_told).collect();
         let (name, first) = (&self.name, self.first);
         if told.is_empty() && self.found.is_empty() {
             let last = first.saturating_add(self.asked.saturating_sub(1));
@@ -206,7 +230,7 @@ impl fmt::Display for Failure {
                 text,
                 "cannot be reached ({error}): is the host up, and does a firewall let this port through from here?"
             ),
-            Self::Refused => write!(text, "is not open"),
+            Self::Refused => write!(text, "is not open: did the process that had it end?"),
             Self::NoTime => write!(text, "was not asked: {} s were over; name fewer hosts", ALL.as_secs()),
             Self::OtherKey(error) => write!(
                 text,
@@ -319,7 +343,16 @@ mod tests {
         );
         assert!(!host.done && host.ports(GAP).next() == Some(9509));
         host.take((9509..9517).map(|port| (port, Err(Failure::Refused))).collect());
-        assert!(host.done && host.found.len() == 1 && host.notes().is_empty());
+        assert!(host.done && host.found.len() == 1);
+        let notes = host.notes();
+        assert_eq!((notes.len(), &notes[0][..]), (8, "node1:9500 is not open: did the process that had it end?"));
+        // One process is gone, the next is there, and the last one is stopped; of another host the only one is gone.
+        let (mut some, mut none) = (Host::new(("node2", 7000)), Host::new(("node3", 9500)));
+        some.take(vec![(7000, Err(Failure::Refused))]);
+        some.take(vec![(7001, process()), (7002, Err(Failure::Silent)), (7003, Err(Failure::Refused))]);
+        none.take(vec![(9500, Err(Failure::Refused)), (9502, Err(Failure::Refused))]);
+        assert_eq!(some.notes().len(), 2, "{:?}", some.notes());
+        assert_eq!(unanswered(&[some, none]), 3);
         // One that cannot be reached has no other port, either.
         let mut host = Host::new(("node1", u16::MAX));
         host.take(vec![(u16::MAX, process())]);

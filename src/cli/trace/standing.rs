@@ -181,7 +181,7 @@ mod tests {
     fn the_rank_that_did_not_enter_is_named_also_after_an_abort() {
         for abort in [false, true] {
             let text = said(traces(&[0], abort, 1 << 20));
-            let expected = "dp (0x77): rank 0 (node0, process 100, GPU 3 at 0000:3b:00.0, global rank 4) has been in AllReduce #1 for 18 s; rank 1 (node1, process 101, \
+            let expected = "dp (0x77): rank 0 (node0, process 100, GPU 3 at 0000:3b:00.0, global rank 4) has been in AllReduce #1 for 18 s, waiting for data; rank 1 (node1, process 101, \
                             GPU 3 at 0000:3b:00.0, global rank 5) has not \
                             entered it: its last call was AllReduce #0, 19 s ago, completed";
             assert!(text.contains(expected), "aborted: {abort}: {text}");

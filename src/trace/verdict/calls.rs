@@ -36,7 +36,7 @@ pub(super) fn verdict(comm: &Communicator, key: Key) -> Verdict {
             .or_else(|| waits::chain(comm, &waiting.ranks)),
     };
     let gaps = comm.members.iter().filter(|(_, member)| has_gap(member, key)).map(|(&rank, _)| rank);
-    Verdict { gaps: gaps.collect(), waiting, cause: cause.unwrap_or(Cause::Unknown), unseen: comm.unseen() }
+    Verdict { gaps: gaps.collect(), waiting, cause: comm.or_lost(cause), unseen: comm.unseen() }
 }
 
 /// The ranks that are in this call.

@@ -59,7 +59,7 @@ impl Finding {
             return holds.iter().map(|hold| of(hold.rank, &hold.member)).collect();
         }
         let of = |rank| {
-            let member = self.comm.members.get(&rank).cloned();
+            let member = self.comm.member(rank).cloned();
             let route = match &self.verdict.cause {
                 Cause::Chain(_, Some(wait)) if wait.on == On::Network => self.comm.route(rank, wait.peer, true),
                 _ => None,

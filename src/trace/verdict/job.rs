@@ -1,9 +1,9 @@
 //! The communicators of a job, put together from the reports of its processes.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use super::graph::{self, Communicators};
-use super::{Call, Exchanged, Finding, Gaps, Member, On, Route, STUCK_NS, Wait};
+use super::{Call, Exchanged, Finding, Gaps, Member, On, Route, STUCK_NS, Wait, plain};
 use crate::trace::event::CommInfo;
 
 /// Where a process runs.
@@ -50,6 +50,8 @@ pub(crate) struct Job {
     comms: Communicators,
     /// By communicator and rank: when it left, with nothing open.
     left: HashMap<(u64, i32), u64>,
+    /// Processes that there are, or were, and that gave no report.
+    unanswered: usize,
 }
 
 impl Job {
@@ -85,6 +87,25 @@ impl Job {
         comm.members.insert(info.rank, member);
     }
 
+    /// So many processes were asked for a report and gave none.
+    pub(crate) fn add_unanswered(&mut self, count: usize) {
+        self.unanswered += count;
+    }
+
+    /// What the connections of the others show of the process that gave no report, if they lead to a single one.
+    fn lost(&self) -> Option<Member> {
+        if self.unanswered != 1 {
+            return None;
+        }
+        let members = || self.comms.values().flat_map(|comm| comm.members.values());
+        let known: BTreeSet<String> = members().map(Member::process).collect();
+        let peers = members().flat_map(|member| &member.routes).map(|route| route.peer.as_str());
+        let strangers: BTreeSet<&str> = peers.filter(|peer| !known.contains(&plain(peer))).collect();
+        let only = strangers.first().filter(|_| strangers.len() == 1)?;
+        let (host, pid) = only.rsplit_once(':')?;
+        Some(Member { host: host.into(), pid: pid.parse().ok()?, ..Member::default() })
+    }
+
     /// How many communicators there are.
     pub(crate) fn communicators(&self) -> usize {
         self.comms.len()
@@ -99,7 +120,13 @@ impl Job {
 
     /// What the job waits for: nothing when no communicator stands still.
     pub(crate) fn findings(mut self) -> Vec<Finding> {
+        let lost = self.lost();
         for (&id, comm) in &mut self.comms {
+            // Of fewer processes it would not be known which ranks are theirs.
+            let unseen = comm.unseen();
+            if unseen.len() <= self.unanswered {
+                comm.lost = unseen.into_iter().map(|rank| (rank, lost.clone())).collect();
+            }
             for (&rank, member) in &mut comm.members {
                 // All leave together when a job ends or is aborted.
                 member.left = self.left.get(&(id, rank)).is_some_and(|&when| when + STUCK_NS < comm.now);

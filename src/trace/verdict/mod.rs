@@ -7,7 +7,8 @@
 //! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
 //! 2. a rank that has not entered the call in which the others wait, or has entered another one instead or before;
 //! 3. a rank that entered it with other arguments;
-//! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU.
+//! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU;
+//! 5. a rank of which nothing is known since its process was asked and does not answer.
 //!
 //! A rank that holds one communicator up because it waits in another one is no answer: [`graph`] goes on to that one, and
 //! finds the rank that holds up all of them, or a circle of communicators.
@@ -120,6 +121,16 @@ impl On {
         Self::ALL.iter().find(|(on, _)| *on == self).map_or("", |(_, label)| label)
     }
 
+    /// The same in words.
+    fn what(self) -> &'static str {
+        match self {
+            On::Network => "a send to arrive",
+            On::Data => "data",
+            On::Buffer => "a buffer of the receiver",
+            On::Gpu => "the GPU",
+        }
+    }
+
     /// The one with this name.
     pub(crate) fn from_label(text: &str) -> Option<Self> {
         Self::ALL.iter().find(|(_, label)| *label == text).map(|(on, _)| *on)
@@ -182,11 +193,14 @@ pub(crate) struct Route {
 impl Route {
     /// Whether this rank, of which `member` is the process, is at its other end.
     fn leads_to(&self, rank: i32, member: &Member) -> bool {
-        // The two names of a host may differ in characters that no file name has.
-        let plain = |text: &str| text.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
-        let is_process = || plain(&self.peer) == plain(&format!("{}:{}", member.host, member.pid));
-        self.rank.map_or_else(is_process, |own| own == rank)
+        self.rank.map_or_else(|| plain(&self.peer) == member.process(), |own| own == rank)
     }
+}
+
+/// The name of a process, `host:process`, for comparisons: the two names of a host may differ in characters that no file name
+/// has.
+fn plain(text: &str) -> String {
+    text.replace(|c: char| !c.is_ascii_alphanumeric(), "_")
 }
 
 /// One rank of a communicator.
@@ -226,6 +240,11 @@ pub(crate) struct Member {
 pub(crate) type Exchanged = BTreeMap<i32, (u64, u64)>;
 
 impl Member {
+    /// Its process, as [`plain`] has it.
+    fn process(&self) -> String {
+        plain(&format!("{}:{}", self.host, self.pid))
+    }
+
     /// What it entered last.
     fn last(&self) -> Option<&Call> {
         self.calls.last().into_iter().chain(self.transfers.last()).max_by_key(|call| call.entered)
@@ -249,6 +268,8 @@ pub(crate) struct Communicator {
     pub ranks: i32,
     /// Those that are known.
     pub members: BTreeMap<i32, Member>,
+    /// The others, when all of them belong to processes that do not answer, each with what is known of its process.
+    pub lost: BTreeMap<i32, Option<Member>>,
     /// The time now, or at the end of the trace.
     pub now: u64,
 }
@@ -257,6 +278,24 @@ impl Communicator {
     /// Ranks of which nothing is known.
     fn unseen(&self) -> Vec<i32> {
         (0..self.ranks).filter(|rank| !self.members.contains_key(rank)).collect()
+    }
+
+    /// What is known of a rank.
+    fn member(&self, rank: i32) -> Option<&Member> {
+        self.members.get(&rank).or_else(|| self.lost.get(&rank)?.as_ref())
+    }
+
+    /// The cause, or, where nothing that is known explains the wait, the processes that do not answer.
+    fn or_lost(&self, cause: Option<Cause>) -> Cause {
+        let leads_to_lost = |cause: &Cause| match cause {
+            Cause::Chain(chain, None) => chain.last().is_some_and(|last| self.lost.contains_key(last)),
+            _ => false,
+        };
+        match cause {
+            Some(cause) if self.lost.is_empty() || !leads_to_lost(&cause) => cause,
+            None if self.lost.is_empty() => Cause::Unknown,
+            _ => Cause::Lost(self.lost.keys().copied().collect()),
+        }
     }
 
     /// Ranks of which events are missing since this time.
@@ -320,6 +359,8 @@ pub(crate) enum Cause {
     Exited(Vec<(i32, u64)>),
     /// These ranks' processes have been silent for this long.
     Silent(Vec<(i32, u64)>),
+    /// The processes of these ranks do not answer, and nothing else is known of them.
+    Lost(Vec<i32>),
     /// These ranks have not made a call.
     Behind(Vec<Absent>),
     /// These ranks wait in another call.
@@ -373,6 +414,7 @@ impl Verdict {
     pub(crate) fn named(&self) -> Vec<i32> {
         match &self.cause {
             Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Lost(ranks) => ranks.clone(),
             Cause::Behind(ranks) => ranks.iter().map(|it| it.rank).collect(),
             Cause::Elsewhere { ranks, others } => ranks.iter().map(|it| it.0).chain(others.iter().copied()).collect(),
             Cause::Order { made, lack, .. } => odd([made, lack]),
@@ -397,7 +439,7 @@ impl Verdict {
     pub(crate) fn kind(&self) -> &'static str {
         match &self.cause {
             Cause::Exited(_) => "exited",
-            Cause::Silent(_) => "silent",
+            Cause::Silent(_) | Cause::Lost(_) => "silent",
             Cause::Behind(_) => "behind",
             Cause::Elsewhere { .. } | Cause::Order { .. } | Cause::Arguments(_) => "mismatch",
             Cause::Chain(..) => "waits",

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::trace::event::CommInfo;
 
 const S: u64 = 1_000_000_000;
 
@@ -62,6 +63,58 @@ fn a_rank_that_did_not_enter_is_named_with_its_last_call() {
     assert!(told(&comm).ends_with("rank 2 (node2, process 102) has left the communicator"));
     comm.members.remove(&2);
     assert!(told(&comm).ends_with("(nothing is known of rank 2)"), "{}", told(&comm));
+}
+
+#[test]
+fn a_process_that_does_not_answer_is_named_where_nothing_else_explains_the_wait() {
+    let call = entered("AllReduce", 3, 10 * S, true);
+    let job = |unanswered, change: &dyn Fn(i32, &mut Told)| {
+        let mut job = Job::default();
+        // Rank 0 is not among them; the last of four waits for the network.
+        for rank in 1..4 {
+            let info = CommInfo { id: 7, name: "dp".into(), ranks: 4, rank, ..CommInfo::default() };
+            let place = Whereabouts { host: format!("node{rank}"), pid: 100 + rank, ..Whereabouts::default() };
+            let route = |peer: String| Route { peer, ..Route::default() };
+            let routes = vec![route(format!("node{}:{}", rank - 1, 99 + rank))];
+            let waits = vec![Wait { peer: rank - 1, on: On::Data, since: 11 * S }];
+            let mut told = Told { calls: vec![call], waits, routes, until: 51 * S, ..Told::default() };
+            change(rank, &mut told);
+            job.add(&place, &info, told);
+        }
+        job.add_unanswered(unanswered);
+        job.findings().remove(0)
+    };
+    let found = job(1, &|_, _| {});
+    let text = found.sentence();
+    assert!(
+        text.ends_with("; rank 0 (node0, process 100) does not answer: it was stopped or killed, or gets no processor"),
+        "{text}"
+    );
+    assert_eq!((found.verdict.kind(), found.named()[0].member.as_ref().map(|it| it.pid)), ("silent", Some(100)));
+    // Its rank may be on a host that was not asked; or it is one of several, of which some are.
+    assert!(job(0, &|_, _| {}).named().is_empty());
+    // Two processes do not answer, so the connections do not tell which one this is.
+    let found = job(2, &|_, _| {});
+    assert!(
+        found.sentence().ends_with("; rank 0 does not answer: it was stopped or killed, or gets no processor"),
+        "{}",
+        found.sentence()
+    );
+    // What is known goes before what is not.
+    let found = job(1, &|rank, told| {
+        if rank == 3 {
+            told.calls.clear();
+        }
+    });
+    assert_eq!((found.verdict.kind(), found.verdict.named()), ("behind", vec![3]));
+    let found = job(1, &|rank, told| {
+        if rank == 1 {
+            told.waits[0] = Wait { peer: 2, on: On::Network, since: 11 * S };
+        }
+    });
+    assert_eq!((found.verdict.kind(), found.verdict.named()), ("waits", vec![1]));
+    // Without any wait that is known.
+    assert_eq!(job(1, &|_, told| told.waits.clear()).verdict.named(), [0]);
 }
 
 #[test]
@@ -215,8 +268,11 @@ fn a_silent_process_explains_what_it_did_not_enter() {
     member(&mut comm, 1).heard = Some(12 * S);
     assert!(told(&comm).contains("rank 1 (node1, process 101) has given no sign of life for 39 s"));
     assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    let route = |name: &str| Route { interfaces: vec![name.into()], ..Route::default() };
+    member(&mut comm, 1).routes = vec![route("eth1"), route("eth0")];
     member(&mut comm, 1).exited = Some(20 * S);
-    assert!(told(&comm).contains("the process of rank 1 (node1, process 101) has ended, 31 s ago"), "{}", told(&comm));
+    let expected = "the process of rank 1 (node1, process 101, interfaces eth0 and eth1) has ended, 31 s ago";
+    assert!(told(&comm).contains(expected), "{}", told(&comm));
     member(&mut comm, 1).exited = None;
     // For a file without heartbeats, silence means nothing.
     member(&mut comm, 1).heard = None;
@@ -233,6 +289,7 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
         member(&mut comm, rank).waits = vec![wait(peer, On::Data), wait((rank + 1) % 4, On::Gpu)];
     }
     assert!(told(&comm).contains("a circle"), "{}", told(&comm));
+    assert!(told(&comm).contains(" for 41 s, waiting for data; "), "a GPU waits for them: {}", told(&comm));
     member(&mut comm, 2).waits.push(wait(3, On::Network));
     let text = told(&comm);
     assert!(
@@ -250,7 +307,11 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
             ..Route::default()
         })
         .into();
-    assert!(told(&comm).contains("to rank 3 (node3, process 103) over eth1 has been"), "{}", told(&comm));
+    member(&mut comm, 2).routes.iter_mut().for_each(|route| route.moved = 14 * S);
+    let expected = "to rank 3 (node3, process 103) over eth1 has been under way for 38 s, nothing has moved over it for 37 s: look";
+    assert!(told(&comm).contains(expected), "{}", told(&comm));
+    member(&mut comm, 2).routes.iter_mut().for_each(|route| route.moved = 51 * S - 1);
+    assert!(told(&comm).contains("has been under way for 38 s: look"), "{}", told(&comm));
     // A process alone knows nothing of its peers: by which interface it sends is known if there is but one.
     let mut alone = Communicator { ranks: 0, members: [(2, comm.members[&2].clone())].into(), ..comm.clone() };
     assert!(told(&alone).contains("to rank 3 has been under way"), "{}", told(&alone));
@@ -272,8 +333,14 @@ fn ranks_that_wait_are_listed_by_host_with_their_numbers_in_the_job() {
     let expected = "ranks 0, 1, 2 and 3 (node0, global ranks 100, 101, 102 and 103), \
                     4, 5, 6 and 7 (node1, global ranks 105, 106 and 107) and 3 more have been in AllReduce #3 for 41 s; ";
     assert!(told(&comm).starts_with(expected), "{}", told(&comm));
+    for rank in [8, 9] {
+        member(&mut comm, rank).gpu = format!("{rank} at 0000:3b:00.0");
+    }
     let alone = comm.ranks(&[9]);
-    assert_eq!(alone, "rank 9 (node2, global rank 109)");
+    assert_eq!(alone, "rank 9 (node2, GPU 9 at 0000:3b:00.0, global rank 109)");
+    let expected =
+        "ranks 8, 9 and 10 (node2, GPUs 8 at 0000:3b:00.0 and 9 at 0000:3b:00.0, global ranks 108, 109 and 110)";
+    assert_eq!(comm.ranks(&[8, 9, 10]), expected);
 }
 
 #[test]

@@ -1,12 +1,19 @@
 //! The verdict as sentences: every rank with its host and process, every duration.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::{Absent, Arguments, Call, Cause, Communicator, Hold, Key, Made, Member, On, Route, Verdict, Wait, odd};
+use super::{
+    Absent, Arguments, Call, Cause, Communicator, Hold, Key, Made, Member, On, Route, Verdict, Wait, Waiting, odd,
+};
 use crate::trace::names::Name;
 
 /// More ranks than this are not listed one by one.
 const LISTED: usize = 8;
+
+/// A connection that has carried nothing for a shorter time is at work.
+const AT_WORK_NS: u64 = 1_000_000_000;
 
 impl Communicator {
     /// The verdict as a sentence, without the communicator's name.
@@ -17,11 +24,11 @@ impl Communicator {
                 [rank] => format!("{} has", self.place(rank)),
                 _ => format!("{} have", self.ranks(&waiting.ranks)),
             };
-            let _ = write!(text, "{waits} been in {} for {}", call(waiting.key), seconds(waiting.for_ns));
-            text += "; ";
+            let on = self.waiting_on(waiting).map_or_else(String::new, |on| format!(", waiting for {}", on.what()));
+            let _ = write!(text, "{waits} been in {} for {}{on}; ", call(waiting.key), seconds(waiting.for_ns));
         }
         text += &self.cause(verdict);
-        if !verdict.unseen.is_empty() {
+        if !verdict.unseen.is_empty() && !matches!(verdict.cause, Cause::Lost(_)) {
             let _ = write!(text, " (nothing is known of {})", self.ranks(&verdict.unseen));
         }
         if !verdict.gaps.is_empty() {
@@ -37,7 +44,7 @@ impl Communicator {
 
     fn cause(&self, verdict: &Verdict) -> String {
         let each = |ranks: &[(i32, u64)], text: &dyn Fn(String, String) -> String| {
-            let all = ranks.iter().map(|&(rank, ns)| text(self.place(rank), seconds(ns)));
+            let all = ranks.iter().map(|&(rank, ns)| text(self.whole_place(rank), seconds(ns)));
             all.collect::<Vec<_>>().join("; ")
         };
         match &verdict.cause {
@@ -48,6 +55,13 @@ impl Communicator {
                      gets no processor"
                 )
             }),
+            Cause::Lost(ranks) => {
+                let silence = match ranks[..] {
+                    [_] => "does not answer: it was stopped or killed, or gets no processor",
+                    _ => "do not answer: they were stopped or killed, or get no processor",
+                };
+                format!("{} {silence}", self.places(ranks))
+            }
             Cause::Behind(all) => {
                 let waited = verdict.waiting.as_ref().map(|waiting| waiting.key);
                 all.iter().map(|absent| self.behind(absent, waited)).collect::<Vec<_>>().join("; ")
@@ -72,7 +86,7 @@ impl Communicator {
             .iter()
             .map(|(rank, own)| {
                 let since = seconds(self.now.saturating_sub(own.entered));
-                format!("{} is in {} instead, for {since}", self.place(*rank), call(own.key))
+                format!("{} is in {} instead, for {since}", self.whole_place(*rank), call(own.key))
             })
             .collect();
         if let Some(waiting) = verdict.waiting.as_ref().filter(|_| !others.is_empty()) {
@@ -113,7 +127,7 @@ impl Communicator {
 
     fn behind(&self, absent: &Absent, waited: Option<Key>) -> String {
         let Absent { rank, lacks, last } = absent;
-        let place = self.place(*rank);
+        let place = self.whole_place(*rank);
         if self.members.get(rank).is_some_and(|member| member.left) {
             return format!("{place} has left the communicator");
         }
@@ -147,11 +161,12 @@ impl Communicator {
             Some(wait) if wait.on == On::Network => {
                 let _ = write!(
                     text,
-                    "a send of {} to {}{} has been under way for {}{}",
+                    "a send of {} to {}{} has been under way for {}{}{}",
                     self.place(last),
                     self.place(wait.peer),
                     self.over(last, wait.peer, true),
                     seconds(self.now.saturating_sub(wait.since)),
+                    self.idle(last, wait.peer),
                     // Where the other ranks are not known, one that has not entered the call may be the cause.
                     if self.ranks == 0 { "" } else { ": look at the network between them" }
                 );
@@ -190,7 +205,23 @@ impl Communicator {
         route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
     }
 
-    /// Ranks in few words: those of a host together, with their ranks in the job where these are others.
+    /// For how long nothing has moved over the connection by which a rank sends to another.
+    fn idle(&self, own: i32, other: i32) -> String {
+        let idle = self.route(own, other, true).map_or(0, |route| self.now.saturating_sub(route.moved));
+        if idle < AT_WORK_NS { String::new() } else { format!(", nothing has moved over it for {}", seconds(idle)) }
+    }
+
+    /// What most of the ranks in a call wait for; a GPU may wait only because data is missing.
+    pub(crate) fn waiting_on(&self, waiting: &Waiting) -> Option<On> {
+        let members = waiting.ranks.iter().filter_map(|rank| self.members.get(rank));
+        let mut counts: BTreeMap<On, usize> = BTreeMap::new();
+        for on in members.filter_map(|member| member.waits.iter().map(|wait| wait.on).min()) {
+            *counts.entry(on).or_default() += 1;
+        }
+        counts.into_iter().max_by_key(|&(on, count)| (count, Reverse(on))).map(|(on, _)| on)
+    }
+
+    /// Ranks in few words: those of a host together, with their GPUs, and their ranks in the job where these are others.
     pub(super) fn ranks(&self, ranks: &[i32]) -> String {
         let mut hosts: Vec<(Option<&str>, Vec<i32>)> = Vec::new();
         for &rank in ranks.iter().take(LISTED) {
@@ -204,11 +235,10 @@ impl Communicator {
             let numbers = |all: &[i32]| list(&all.iter().map(i32::to_string).collect::<Vec<_>>());
             let Some(host) = host else { return numbers(own) };
             let global = |rank: &i32| self.members.get(rank)?.global.filter(|global| global != rank);
-            let global: Vec<i32> = own.iter().filter_map(global).collect();
-            let several = if global.len() == 1 { "" } else { "s" };
-            let more =
-                if global.is_empty() { String::new() } else { format!(", global rank{several} {}", numbers(&global)) };
-            format!("{} ({host}{more})", numbers(own))
+            let global: Vec<String> = own.iter().filter_map(global).map(|rank| rank.to_string()).collect();
+            let gpus = own.iter().filter_map(|rank| self.members.get(rank)).map(|member| member.gpu.clone());
+            let gpus: Vec<String> = gpus.filter(|gpu| !gpu.is_empty()).collect();
+            format!("{} ({host}{}{})", numbers(own), counted("GPU", &gpus), counted("global rank", &global))
         };
         let mut parts: Vec<String> = hosts.iter().map(of_host).collect();
         if ranks.len() > LISTED {
@@ -218,7 +248,12 @@ impl Communicator {
     }
 
     fn place(&self, rank: i32) -> String {
-        place(rank, self.members.get(&rank))
+        place(rank, self.member(rank), false)
+    }
+
+    /// The same with its interfaces, for a rank that holds others up.
+    fn whole_place(&self, rank: i32) -> String {
+        place(rank, self.member(rank), true)
     }
 
     fn places(&self, ranks: &[i32]) -> String {
@@ -230,9 +265,18 @@ impl Communicator {
     }
 }
 
-/// A rank with its host, process and GPU, and its rank in the job where that is another one.
-fn place(rank: i32, member: Option<&Member>) -> String {
-    let Some(Member { host, pid, gpu, global, .. }) = member else { return format!("rank {rank}") };
+/// `, GPUs a and b`.
+fn counted(noun: &str, all: &[String]) -> String {
+    match all {
+        [] => String::new(),
+        [one] => format!(", {noun} {one}"),
+        _ => format!(", {noun}s {}", list(all)),
+    }
+}
+
+/// A rank with its host, process and GPU, perhaps its interfaces, and its rank in the job where that is another one.
+fn place(rank: i32, member: Option<&Member>, interfaces: bool) -> String {
+    let Some(member @ Member { host, pid, gpu, global, .. }) = member else { return format!("rank {rank}") };
     let mut text = format!("rank {rank} ({host}, process {pid}");
     if !gpu.is_empty() {
         let _ = write!(text, ", GPU {gpu}");
@@ -240,12 +284,15 @@ fn place(rank: i32, member: Option<&Member>) -> String {
     if let Some(global) = global.filter(|&global| global != rank) {
         let _ = write!(text, ", global rank {global}");
     }
+    if interfaces {
+        text += &counted("interface", &member.interfaces());
+    }
     text + ")"
 }
 
 fn deadlock(holds: &[Hold]) -> String {
     let of = |Hold { rank, member, holds, is_in, is_in_both }: &Hold| {
-        let place = place(*rank, Some(member));
+        let place = place(*rank, Some(member), true);
         match is_in_both {
             true => format!("{place} entered {is_in} before {holds}"),
             false => format!("{place} is in {is_in} and has not entered {holds}"),

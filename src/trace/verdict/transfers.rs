@@ -45,7 +45,7 @@ pub(super) fn verdict(comm: &Communicator, rank: i32, key: Key) -> Verdict {
     gaps.dedup();
     Verdict {
         waiting: Some(Waiting { ranks: vec![rank], key, for_ns }),
-        cause: cause.unwrap_or(Cause::Unknown),
+        cause: comm.or_lost(cause),
         unseen: comm.unseen(),
         gaps,
     }

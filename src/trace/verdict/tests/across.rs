@@ -366,6 +366,6 @@ fn a_process_alone_says_for_which_rank_it_waits_and_by_which_interface() {
     member.waits = vec![Wait { peer: 0, on: On::Data, since: 11 * S }];
     member.routes = vec![Route { send: false, interfaces: vec!["eth1".into()], ..Route::default() }];
     let found = graph::findings(&comms);
-    let expected = "rank 1 (node1, process 101) has been in Recv #3 from rank 0 for 41 s; rank 1 (node1) waits for rank 0 over eth1";
+    let expected = "rank 1 (node1, process 101) has been in Recv #3 from rank 0 for 41 s, waiting for data; rank 1 (node1) waits for rank 0 over eth1";
     assert_eq!(found[0].sentence(), expected);
 }
