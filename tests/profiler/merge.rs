@@ -212,6 +212,9 @@ fn files_of_hosts_with_different_clocks_are_joined_within_the_stated_bound() {
         assert!(bound < 2e6, "{said}");
     }
     // A merged file is as good as its parts.
+    let picture = dir.path().join("call.svg");
+    let said = towline(&["trace", "draw", "-o", picture.to_str().unwrap()], std::slice::from_ref(&merged));
+    assert!(said.contains(": 3 ranks, "), "{said}");
     let report = towline(&["trace", "report"], &[merged]);
     assert_eq!(report.matches("AllReduce        RING        SIMPLE         30").count(), 3, "{report}");
 }
