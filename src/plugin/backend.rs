@@ -62,6 +62,7 @@ use super::devices::{Binding, Plan};
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::request::{Outcome, Ticket};
+use crate::engine::schedule::attend::Attention;
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::session::dialer::Target;
@@ -272,11 +273,18 @@ pub(crate) struct Description {
     pub interfaces: Vec<String>,
     /// Bytes of messages that it has carried.
     pub bytes: u64,
+    /// A request is outstanding, so this side reads what arrives.
+    pub is_polled: bool,
 }
 
 impl Description {
     /// Of a connection with this link.
-    fn of(send: bool, link: &Link, peer: &Peer, counters: &Counters, interfaces: Vec<String>) -> Self {
+    fn of(
+        send: bool,
+        (link, peer): (&Link, &Peer),
+        (counters, attention): (&Counters, &Attention),
+        interfaces: Vec<String>,
+    ) -> Self {
         Self {
             number: link.connection,
             send,
@@ -284,6 +292,7 @@ impl Description {
             address: peer.address.to_string(),
             interfaces,
             bytes: counters.bytes.load(Ordering::Relaxed),
+            is_polled: attention.is_polling(),
         }
     }
 }

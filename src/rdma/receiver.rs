@@ -476,8 +476,14 @@ impl RdmaRecv {
 
     #[inline(always)]
     fn complete(&self, request: u16, part: u8, size: u64) {
-        Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, size);
+        self.complete_counted(request, part, size);
+    }
+
+    /// The same for a message whose bytes were counted when it arrived.
+    #[inline(always)]
+    fn complete_counted(&self, request: u16, part: u8, size: u64) {
+        Counters::count(&self.base.counters.messages, 1);
         self.base.requests.complete_part(request, usize::from(part), size);
     }
 
@@ -526,6 +532,8 @@ impl RdmaRecv {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
         Counters::count(&self.base.counters.early, 1);
+        // Not when its receive is posted: with the sender's count this shows what is under way.
+        Counters::count(&self.base.counters.bytes, head.length.into());
         // SAFETY: the caller keeps the same promise.
         unsafe { inbox.keep(head, wr_id, data) };
         Ok(())
@@ -578,7 +586,7 @@ impl RdmaRecv {
             self.deliver(slot, kept.head(), kept.bytes().as_ptr(), kept.wr_id())?;
             let (request, part) = (slot.request, slot.part);
             receives.close(number);
-            self.complete(request, part, kept.bytes().len() as u64);
+            self.complete_counted(request, part, kept.bytes().len() as u64);
             return Ok(());
         }
         let is_silent = inbox.is_some() && is_short && *to_announce == 0;

@@ -4,6 +4,7 @@
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::adapter::{Adapter, Memory, Registration, own_regions};
 use super::backend::Rdma;
@@ -164,6 +165,31 @@ fn a_queue_that_is_reported_failed_fails_its_connection_and_no_other() {
     for ends in [ends, other] {
         ends.close();
     }
+}
+
+/// Both ends count the bytes of a message, so that what is under way can be told from what has arrived.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_short_message_that_comes_before_its_receive_is_counted_at_once_and_once() {
+    let ends = Ends::connect(&Plan { short: true, ..Plan::default() });
+    let (source, target, other) = (vec![7; 1000], vec![UNTOUCHED; 1000], [UNTOUCHED; 8]);
+    let counters = &ends.recv.base().counters;
+    let counted = || (counters.early.load(Ordering::Relaxed), counters.bytes.load(Ordering::Relaxed));
+    // SAFETY: the memory outlives the connection.
+    let (sent, waiting) =
+        unsafe { (ends.post_send(&source), ends.recv.irecv(&mut [posted(&other, 1)], &[null_mut()])) };
+    let waiting = waiting.expect("irecv").expect("a request");
+    until("the message", || {
+        assert!(ends.recv.test(waiting).expect("nothing has failed").is_none());
+        (counted().0 == 1).then_some(())
+    });
+    assert_eq!(counted().1, 1000);
+    // SAFETY: as above.
+    let received = unsafe { ends.post_receive(&target) };
+    end_of(|ticket| ends.recv.test(ticket), received).expect("received");
+    end_of(|ticket| ends.send.test(ticket), sent).expect("sent");
+    assert_eq!((counted(), target == source), ((1, 1000), true));
+    ends.close();
 }
 
 /// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested: with

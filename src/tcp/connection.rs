@@ -211,6 +211,11 @@ impl<D: Direction> Connection<D> {
         &self.counters
     }
 
+    /// Whether the control thread polls it.
+    pub(crate) fn attention(&self) -> &Attention {
+        &self.attention
+    }
+
     /// The profiler events of this connection.
     pub(crate) fn events(&self) -> &Events {
         &self.events

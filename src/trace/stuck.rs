@@ -87,7 +87,7 @@ impl Watch {
         if !living().any(|(_, comm)| stuck(comm)) {
             return Default::default();
         }
-        let routes: Vec<Route> = (own.connections)().into_iter().map(|it| it.route(now)).collect();
+        let routes: Vec<Route> = (own.connections)().into_iter().map(|it| it.route(|_| now)).collect();
         let mut waits = tracker.waits();
         let mut job = Job::default();
         let mut rank = own.place.rank.unwrap_or(0);

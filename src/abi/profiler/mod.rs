@@ -129,8 +129,8 @@ unsafe fn init(
 /// The transport's connections, in the profiler's words.
 fn connections() -> Vec<Connection> {
     let told = crate::plugin::connections::connections().into_iter().map(|it| {
-        let crate::plugin::backend::Description { number, send, peer, address, interfaces, bytes } = it;
-        Connection { number, send, peer, address, interfaces, bytes, moved: 0 }
+        let crate::plugin::backend::Description { number, send, peer, address, interfaces, bytes, is_polled } = it;
+        Connection { number, send, peer, address, interfaces, bytes, moved: 0, polled: is_polled.then_some(0) }
     });
     told.collect()
 }

@@ -1,10 +1,10 @@
 //! `towline trace report`'s first answer: from trace files to what every rank last did, for [`crate::trace::verdict`].
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt::Write;
 
 use crate::trace::align::Correction;
-use crate::trace::event::{Body, Record};
+use crate::trace::event::{Body, Record, state};
 use crate::trace::perfetto::read::Process;
 use crate::trace::rail::Rail;
 use crate::trace::tracker::{Comm, Tracker};
@@ -69,19 +69,50 @@ fn sorted<'a>(calls: impl Iterator<Item = &'a Call>) -> Vec<Call> {
     calls
 }
 
+/// What NCCL has one connection for in each direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Way {
+    context: u64,
+    peer: i32,
+    channel: u8,
+    /// Sends and receives have connections of their own.
+    is_transfer: bool,
+}
+
+/// What was told of a connection.
+#[derive(Debug, Default)]
+struct Over {
+    names: BTreeSet<String>,
+    ways: BTreeSet<Way>,
+    route: Route,
+}
+
 /// By communicator: the connections by which the rank sends to each other one or receives from it.
 fn routes(process: &Process, correction: &Correction) -> BTreeMap<u64, Vec<Route>> {
-    let (mut operations, mut steps) = (HashMap::new(), HashMap::new());
-    let mut over: BTreeMap<_, (BTreeSet<String>, Route)> = BTreeMap::new();
+    let (mut transfers, mut operations, mut steps) = (HashSet::new(), HashMap::new(), HashMap::new());
+    let mut over: BTreeMap<_, Over> = BTreeMap::new();
+    // Receives that are outstanding, and since when.
+    let mut awaited: HashMap<u64, (Way, u64)> = HashMap::new();
     // The two ends of a connection can be compared if all is told of it.
     let is_whole = !process.begins_late && process.cut.is_none() && process.dropped == 0;
     for Record { id, parent, context, body, when, .. } in &process.records {
         match body {
-            Body::ProxyOp(op) => drop(operations.insert(*id, (*context, op.peer))),
-            Body::ProxyStep { .. } => drop(operations.get(parent).and_then(|&to| steps.insert(*id, to))),
+            Body::P2p(_) => drop(transfers.insert(*id)),
+            Body::ProxyOp(op) => {
+                let is_transfer = transfers.contains(parent);
+                operations.insert(*id, Way { context: *context, peer: op.peer, channel: op.channel, is_transfer });
+            }
+            Body::ProxyStep { .. } => drop(operations.get(parent).and_then(|&way| steps.insert(*id, way))),
+            Body::State { state: state::STEP_RECV_WAIT, .. } => {
+                awaited.extend(steps.get(id).map(|&way| (*id, (way, correction.apply(*when)))));
+            }
+            Body::Stop if process.aborted.contains(id) => {}
+            Body::State { .. } | Body::Stop => drop(awaited.remove(id)),
             Body::NetTowline(part) => {
-                let Some(&(context, rank)) = steps.get(parent) else { continue };
-                let (names, route) = over.entry((context, rank, part.link, part.send)).or_default();
+                let Some(&way) = steps.get(parent) else { continue };
+                let Over { names, ways, route } =
+                    over.entry((way.context, way.peer, part.link, part.send)).or_default();
+                ways.insert(way);
                 if let Some((Rail::Interface(name), ..)) = process.links.rail(body) {
                     names.insert(name.text().to_owned());
                 }
@@ -93,9 +124,10 @@ fn routes(process: &Process, correction: &Correction) -> BTreeMap<u64, Vec<Route
         }
     }
     let mut routes: BTreeMap<u64, Vec<Route>> = BTreeMap::new();
-    for ((context, rank, link, send), (names, route)) in over {
+    for ((context, rank, link, send), Over { names, ways, route }) in over {
         let (number, interfaces) = (if is_whole { link } else { 0 }, names.into_iter().collect());
-        routes.entry(context).or_default().push(Route { rank: Some(rank), send, interfaces, number, ..route });
+        let polled = awaited.values().filter(|(way, _)| ways.contains(way)).map(|&(_, since)| since).min();
+        routes.entry(context).or_default().push(Route { rank: Some(rank), send, interfaces, number, polled, ..route });
     }
     routes
 }
@@ -112,7 +144,7 @@ pub(super) fn render(findings: &[Finding]) -> String {
 #[cfg(test)]
 mod tests {
     use crate::trace::align::align;
-    use crate::trace::event::{Coll, CommInfo, ProxyOp, state};
+    use crate::trace::event::{Coll, CommInfo, NetPart, P2p, ProxyOp};
     use crate::trace::names::Name;
     use crate::trace::perfetto::file::TraceFile;
     use crate::trace::perfetto::read::read;
@@ -191,6 +223,37 @@ mod tests {
     #[test]
     fn ranks_that_wait_for_each_other_are_a_circle() {
         assert!(said(traces(&[0, 1], false, 1 << 20)).contains("the ranks wait for each other"));
+    }
+
+    /// Rank 0 has sent two messages over a connection, and one has arrived at rank 1, which waits for data on channel 0.
+    #[test]
+    fn a_circle_is_broken_only_by_a_connection_on_which_a_receive_waits() {
+        let of_channel = |channel, is_transfer: bool| {
+            let mut processes = traces(&[0, 1], false, 1 << 20);
+            for (rank, process) in (0..).zip(&mut processes) {
+                let context = process.records[0].context;
+                let record = |id, parent, body| Record { when: S, id, parent, context, rank, thread: 0, body };
+                let part = NetPart { link: 5, length: 1000, send: rank == 0, ..NetPart::default() };
+                let call = if is_transfer { Body::P2p(P2p::default()) } else { Body::Group };
+                let mut records = vec![
+                    record(1000, 0, call),
+                    record(1001, 1000, Body::ProxyOp(ProxyOp { peer: 1 - rank, channel, ..ProxyOp::default() })),
+                    record(1002, 1001, Body::ProxyStep { step: 0 }),
+                ];
+                let sent = if rank == 0 { 2 } else { 1 };
+                records.extend((0..sent).map(|number| record(1003 + number, 1002, Body::NetTowline(part))));
+                records.push(record(1002, 0, Body::Stop));
+                process.records.splice(0..0, records);
+            }
+            said(processes)
+        };
+        let text = of_channel(0, false);
+        assert!(text.contains("global rank 4) sent bytes to rank 1 ("), "{text}");
+        assert!(text.contains("that rank 1 has not taken for 19 s"), "{text}");
+        for (channel, is_transfer) in [(1, false), (0, true)] {
+            let text = of_channel(channel, is_transfer);
+            assert!(text.contains("the ranks wait for each other"), "the message may be in its kernel: {text}");
+        }
     }
 
     #[test]

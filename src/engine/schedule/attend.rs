@@ -44,6 +44,11 @@ impl Attention {
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
+    /// Whether the control thread polls: a request is outstanding, or one ended less than a second ago.
+    pub(crate) fn is_polling(&self) -> bool {
+        self.attending.load(Ordering::Relaxed)
+    }
+
     /// NCCL's thread polls the stream. A count lost among concurrent callers does no harm: the value changes.
     #[inline]
     pub(crate) fn called(&self) {
@@ -103,7 +108,7 @@ mod tests {
     fn the_control_thread_polls_ever_more_rarely_and_stops_when_nothing_is_outstanding() {
         let attention = Attention::default();
         assert!(attention.wanted());
-        assert!(!attention.wanted(), "it is attending already");
+        assert!(!attention.wanted() && attention.is_polling(), "it is attending already");
         let first = delay(attention.looked(false, || true)).unwrap();
         let mut last = first;
         for _ in 0..20 {
@@ -112,7 +117,7 @@ mod tests {
         assert!(first <= 2 * SOON && last > Duration::from_millis(100) && last <= Duration::from_millis(129));
         assert!(delay(attention.looked(true, || true)).unwrap() <= 2 * SOON);
         let looks = (0..).take_while(|_| attention.looked(false, || false).again.is_some()).count();
-        assert_eq!(looks, RARELY as usize - 1);
+        assert_eq!((looks, attention.is_polling()), (RARELY as usize - 1, false));
         assert!(attention.wanted());
     }
 

@@ -186,7 +186,8 @@ impl<D: Direction> Connected for Connection<D> {
     fn describe(&self) -> Description {
         let base = self.base();
         let devices = base.adapters.iter().map(|adapter| adapter.name()).collect();
-        Description::of(D::SIDE == Side::Connecting, &base.link, &base.peer, &base.counters, devices)
+        let of = D::SIDE == Side::Connecting;
+        Description::of(of, (&base.link, &base.peer), (&base.counters, &base.attention), devices)
     }
 
     fn close(&self) {

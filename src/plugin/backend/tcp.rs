@@ -87,7 +87,7 @@ impl<D: Direction> Connected for Connection<D> {
 
     fn describe(&self) -> Description {
         let interfaces = self.link().local.iter().map(|rail| rail.name.clone()).collect();
-        Description::of(D::SENDS, self.link(), self.peer(), self.counters(), interfaces)
+        Description::of(D::SENDS, (self.link(), self.peer()), (self.counters(), self.attention()), interfaces)
     }
 
     fn close(&self) {

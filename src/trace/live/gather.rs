@@ -131,7 +131,7 @@ pub(crate) fn job(processes: &[Process], now: u64) -> Job {
 }
 
 fn told(process: &Process, told: Told, now: u64) -> Told {
-    let routes = process.state.connections.iter().map(|it| it.route(process.time(it.moved)));
+    let routes = process.state.connections.iter().map(|it| it.route(|when| process.time(when)));
     Told {
         until: now,
         heard: Some(process.heard),

@@ -335,7 +335,7 @@ impl State {
         let calls = self.communicators.iter().flat_map(|comm| comm.calls.iter().chain(&comm.transfers));
         let waits = self.communicators.iter().flat_map(|comm| &comm.waits).map(|wait| wait.since);
         let ends = self.communicators.iter().filter_map(|comm| comm.ended);
-        let moved = self.connections.iter().map(|it| it.moved);
+        let moved = self.connections.iter().flat_map(|it| [Some(it.moved), it.polled]).flatten();
         let gaps = self.gaps.iter().flat_map(|gaps| [gaps.calls, gaps.ends, gaps.waits]).flatten();
         let own = [self.now, self.wall].into_iter().chain(calls.map(|call| call.entered));
         let mut times = own.chain(waits).chain(ends).chain(moved).chain(gaps);
@@ -422,7 +422,7 @@ mod tests {
             waits: vec![wait(0), wait(4), wait(-1)],
             ..CommState::default()
         };
-        let connections = vec![Connection { moved: 5, ..Connection::default() }];
+        let connections = vec![Connection { moved: 5, polled: Some(5), ..Connection::default() }];
         let gaps = Some(GapState { ends: Some(5), ..GapState::default() });
         let communicators = vec![comm];
         let state = State { version: "0.0.1".into(), communicators, connections, gaps, ..State::default() };
@@ -440,6 +440,7 @@ mod tests {
             ("/now", u64::MAX.into(), "a time of 18446744073709551615 ns"),
             ("/wall", (1u64 << 63).into(), "a time"),
             ("/connections/0/moved", u64::MAX.into(), "a time"),
+            ("/connections/0/polled", u64::MAX.into(), "a time"),
             ("/communicators/0/ended", u64::MAX.into(), "a time"),
             ("/communicators/0/calls/0/entered", u64::MAX.into(), "a time"),
             ("/communicators/0/transfers/0/entered", u64::MAX.into(), "a time"),
@@ -452,7 +453,7 @@ mod tests {
             ("/communicators/0/id", "xyz".into(), "\"xyz\" is no communicator"),
             ("/communicators/0/ranks", (1u64 << 31).into(), "Towline 0.0.1 wrote it"),
             ("/pid", "seven".into(), "use the job's own towline"),
-        ] as [(&str, Value, &str); 15]
+        ] as [(&str, Value, &str); 16]
         {
             let mut state = sound();
             *state.pointer_mut(place).unwrap_or_else(|| panic!("{place}")) = value;

@@ -39,39 +39,60 @@ pub(crate) struct Connection {
     pub bytes: u64,
     /// When that number last grew.
     pub moved: u64,
+    /// Since when this side has read what arrives, because a request has been outstanding; None when none is, and in the state
+    /// of an older release.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub polled: Option<u64>,
 }
 
 impl Connection {
-    /// As the verdict knows it, when it last carried something at `moved`.
-    pub(crate) fn route(&self, moved: u64) -> Route {
+    /// As the verdict knows it; `clock` converts times to the reader's clock.
+    pub(crate) fn route(&self, clock: impl Fn(u64) -> u64) -> Route {
         let Self { number, send, bytes, .. } = *self;
-        Route { peer: self.peer.clone(), rank: None, send, interfaces: self.interfaces.clone(), number, bytes, moved }
+        Route {
+            peer: self.peer.clone(),
+            rank: None,
+            send,
+            interfaces: self.interfaces.clone(),
+            number,
+            bytes,
+            moved: clock(self.moved),
+            polled: self.polled.map(clock),
+        }
     }
 }
 
-/// The transport's connections; `moved` is not set.
+/// The transport's connections; their times are not set.
 pub(crate) type Connections = fn() -> Vec<Connection>;
+
+/// Of a connection at the last poll.
+#[derive(Debug)]
+struct Seen {
+    bytes: u64,
+    moved: u64,
+    polled: Option<u64>,
+}
 
 /// The connections from one poll to the next.
 #[derive(Debug, Default)]
 pub(in crate::trace) struct Network {
-    moved: HashMap<(u64, bool), (u64, u64)>,
+    before: HashMap<(u64, bool), Seen>,
 }
 
 impl Network {
     /// The connections now, those that have stood still for longest first, and what their interfaces have carried.
     pub(in crate::trace) fn update(&mut self, list: Vec<Connection>, now: u64) -> (Vec<Interface>, Vec<Connection>) {
         let mut list = list;
-        let mut moved = HashMap::new();
+        let mut seen = HashMap::new();
         for connection in &mut list {
             let key = (connection.number, connection.send);
-            connection.moved = match self.moved.get(&key) {
-                Some(&(bytes, when)) if bytes == connection.bytes => when,
-                _ => now,
-            };
-            moved.insert(key, (connection.bytes, connection.moved));
+            let before = self.before.get(&key);
+            connection.moved = before.filter(|it| it.bytes == connection.bytes).map_or(now, |it| it.moved);
+            connection.polled = connection.polled.map(|_| before.and_then(|it| it.polled).unwrap_or(now));
+            let Connection { bytes, moved, polled, .. } = *connection;
+            seen.insert(key, Seen { bytes, moved, polled });
         }
-        self.moved = moved;
+        self.before = seen;
         let interfaces = interfaces(&list, &std::fs::read_to_string("/proc/thread-self/net/dev").unwrap_or_default());
         list.sort_by_key(|connection| (connection.moved, connection.number));
         list.truncate(TOLD);
@@ -129,5 +150,19 @@ mod tests {
         let mut network = Network::default();
         let mut update = |bytes, now| network.update(vec![connection(1, true, "lo", bytes)], now).1[0].moved;
         assert_eq!([update(5, 10), update(5, 20), update(6, 30), update(6, 40)], [10, 10, 30, 30]);
+    }
+
+    #[test]
+    fn a_connection_is_polled_since_a_request_was_first_seen_outstanding_without_a_pause() {
+        let mut network = Network::default();
+        let mut update = |is_polled: bool, now| {
+            let connection = Connection { polled: is_polled.then_some(0), ..connection(1, false, "lo", 5) };
+            network.update(vec![connection], now).1[0].polled
+        };
+        let polls = [(true, 10), (true, 20), (false, 30), (true, 40), (true, 50)];
+        assert_eq!(
+            polls.map(|(is_polled, now)| update(is_polled, now)),
+            [Some(10), Some(10), None, Some(40), Some(40)]
+        );
     }
 }

@@ -60,14 +60,15 @@ impl Finding {
         }
         let of = |rank| {
             let member = self.comm.member(rank).cloned();
-            let route = match &self.verdict.cause {
-                Cause::Chain(_, Some(wait)) if wait.on == On::Network => self.comm.route(rank, wait.peer, true),
+            let interfaces = match &self.verdict.cause {
+                Cause::Chain(_, Some(wait)) if wait.on == On::Network => {
+                    self.comm.route(rank, wait.peer, true).map(|route| &route.interfaces)
+                }
+                Cause::Undelivered(_, bytes) => Some(&bytes.interfaces),
                 _ => None,
             };
-            let interfaces = route
-                .map(|route| route.interfaces.clone())
-                .or_else(|| member.as_ref().map(Member::interfaces))
-                .unwrap_or_default();
+            let interfaces =
+                interfaces.cloned().or_else(|| member.as_ref().map(Member::interfaces)).unwrap_or_default();
             Named { rank, member, interfaces }
         };
         self.verdict.named().into_iter().map(of).collect()

@@ -175,7 +175,7 @@ impl<'a> Graph<'a> {
                 edges.extend(last.and_then(|rank| self.before(spot, rank)));
                 edges.is_empty()
             }
-            Cause::Chain(..) | Cause::Unknown => {
+            Cause::Chain(..) | Cause::Undelivered(..) | Cause::Unknown => {
                 let ranks = spot.rank.map_or_else(|| comm.members.keys().copied().collect(), |rank| vec![rank]);
                 edges.extend(ranks.into_iter().filter_map(|rank| self.before(spot, rank)));
                 edges.is_empty()

@@ -7,7 +7,8 @@
 //! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
 //! 2. a rank that has not entered the call in which the others wait, or has entered another one instead or before;
 //! 3. a rank that entered it with other arguments;
-//! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU;
+//! 4. the end of the chain of waits: a transfer that does not finish, a rank that waits for its own GPU, or bytes that one
+//!    end of a connection has sent and the other has not received;
 //! 5. a rank of which nothing is known since its process was asked and does not answer.
 //!
 //! A rank that holds one communicator up because it waits in another one is no answer: [`graph`] goes on to that one, and
@@ -188,6 +189,17 @@ pub(crate) struct Route {
     pub bytes: u64,
     /// When that number last grew.
     pub moved: u64,
+    /// Since when this side has read what arrives, because a request has been outstanding; None when none is.
+    pub polled: Option<u64>,
+}
+
+/// Bytes that a rank has sent, and that the rank which waits for them has not received.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Undelivered {
+    /// Since when nothing has moved.
+    pub since: u64,
+    /// The sender's interfaces.
+    pub interfaces: Vec<String>,
 }
 
 impl Route {
@@ -383,6 +395,8 @@ pub(crate) enum Cause {
     Arguments(Vec<Made>),
     /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a circle.
     Chain(Vec<i32>, Option<Wait>),
+    /// A circle of waits, up to a rank that has done its part: the rank before it has not received what it has sent.
+    Undelivered(Vec<i32>, Undelivered),
     /// Ranks wait for each other in several communicators.
     Deadlock(Vec<Hold>),
     /// Nothing in the input explains it.
@@ -426,6 +440,7 @@ impl Verdict {
                 let last = chain.last().copied().filter(|last| end.is_some() || is_known(last));
                 last.filter(|_| !is_circle(chain, *end)).into_iter().collect()
             }
+            Cause::Undelivered(chain, _) => chain.last().copied().into_iter().collect(),
             Cause::Unknown => Vec::new(),
         }
     }
@@ -442,7 +457,7 @@ impl Verdict {
             Cause::Silent(_) | Cause::Lost(_) => "silent",
             Cause::Behind(_) => "behind",
             Cause::Elsewhere { .. } | Cause::Order { .. } | Cause::Arguments(_) => "mismatch",
-            Cause::Chain(..) => "waits",
+            Cause::Chain(..) | Cause::Undelivered(..) => "waits",
             Cause::Deadlock(_) => "deadlock",
             Cause::Unknown => "unknown",
         }

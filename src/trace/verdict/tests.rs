@@ -331,7 +331,7 @@ fn ranks_that_wait_are_listed_by_host_with_their_numbers_in_the_job() {
     }
     member(&mut comm, 4).global = Some(4);
     let expected = "ranks 0, 1, 2 and 3 (node0, global ranks 100, 101, 102 and 103), \
-                    4, 5, 6 and 7 (node1, global ranks 105, 106 and 107) and 3 more have been in AllReduce #3 for 41 s; ";
+                    4, 5, 6 and 7 (node1, global ranks 4, 105, 106 and 107) and 3 more have been in AllReduce #3 for 41 s; ";
     assert!(told(&comm).starts_with(expected), "{}", told(&comm));
     for rank in [8, 9] {
         member(&mut comm, rank).gpu = format!("{rank} at 0000:3b:00.0");
@@ -344,31 +344,73 @@ fn ranks_that_wait_are_listed_by_host_with_their_numbers_in_the_job() {
 }
 
 #[test]
-fn a_send_that_was_copied_and_has_not_arrived_breaks_the_circle() {
+fn bytes_that_were_sent_and_have_not_arrived_break_the_circle() {
     let mut comm = waiting_for_41_s(3);
     for rank in 0..3 {
-        let peer = (rank + 2) % 3;
-        // Over connection 8 nothing is sent to another rank.
-        let route = |number, send, bytes| {
-            let interfaces = vec![format!("eth{}", i32::from(send))];
-            let peer = format!("node{}:{}", if send { (rank + 1) % 3 } else { peer }, 100);
-            Route { peer, send, interfaces, number, bytes, moved: 13 * S, ..Route::default() }
+        let (from, to) = ((rank + 2) % 3, (rank + 1) % 3);
+        let route = |number: i32, send, peer: i32, bytes| {
+            let (peer, interfaces) = (format!("node{peer}:{}", 100 + peer), vec![format!("eth{number}")]);
+            let polled = Some(12 * S);
+            Route { peer, send, interfaces, number: number as u64, bytes, moved: 13 * S, polled, ..Route::default() }
         };
-        member(&mut comm, rank).waits = vec![Wait { peer, on: On::Data, since: 12 * S }];
-        let (own, from) = (rank as u64 + 10, peer as u64 + 10);
-        member(&mut comm, rank).routes = vec![route(own, true, 5000), route(from, false, 5000), route(8, true, 9000)];
+        // Over connections 20 to 22 nothing is under way, for longer, and over connection 8 nothing goes to another rank.
+        let earlier = |number, send, peer| Route { moved: 11 * S, ..route(number, send, peer, 7000) };
+        member(&mut comm, rank).waits = vec![Wait { peer: from, on: On::Data, since: 12 * S }];
+        member(&mut comm, rank).routes = vec![
+            route(rank + 10, true, to, 5000),
+            route(from + 10, false, from, 5000),
+            route(8, true, to, 9000),
+            earlier(rank + 20, true, to),
+            earlier(from + 20, false, from),
+        ];
     }
-    assert!(told(&comm).contains("a circle"), "{}", told(&comm));
+    let is_circle = |comm: &Communicator| told(comm).contains("a circle");
+    assert!(is_circle(&comm), "{}", told(&comm));
     member(&mut comm, 2).routes[1].bytes = 4000;
-    let text = told(&comm);
-    let expected =
-        "rank 2 (node2) waits for rank 1 (node1); a send of rank 1 (node1, process 101) to rank 2 (node2, process 102)";
-    assert!(text.contains(expected) && text.contains(" has been under way for 38 s"), "{text}");
-    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
-    member(&mut comm, 2).routes[1].moved = 48 * S;
-    assert!(told(&comm).contains("a circle"), "it arrived a moment ago: {}", told(&comm));
-    member(&mut comm, 2).routes[1] = Route { bytes: 4000, moved: 13 * S, number: 0, ..Route::default() };
-    assert!(told(&comm).contains("a circle"), "which connection it is, is not known: {}", told(&comm));
+    let found = graph::findings(&[(comm.id, comm.clone())].into());
+    let expected = "rank 2 (node2) waits for rank 1 (node1); rank 1 (node1, process 101) sent bytes to rank 2 (node2, process 102) \
+                    over eth11 that rank 2 has not taken for 38 s: look at the network between them, or at rank 2";
+    assert!(found[0].sentence().ends_with(expected), "{}", found[0].sentence());
+    let named: Vec<_> = found[0].named().into_iter().map(|named| (named.rank, named.interfaces)).collect();
+    assert_eq!(named, [(1, vec!["eth11".to_owned()])]);
+    let but = |change: &dyn Fn(&mut Member)| {
+        let mut comm = comm.clone();
+        change(member(&mut comm, 2));
+        comm
+    };
+    assert!(is_circle(&but(&|it| it.routes[1].moved = 48 * S)), "it arrived a moment ago");
+    assert!(is_circle(&but(&|it| it.routes[1].number = 0)), "which connection it is, is not known");
+    assert!(is_circle(&but(&|it| it.waits[0].on = On::Buffer)), "it does not wait for data");
+}
+
+#[test]
+fn a_message_that_came_before_its_receive_is_not_taken_for_lost() {
+    // Rank 1's GPU hangs. Rank 0 has sent two broadcasts, and rank 1 has no receive for the second one yet. Then comes a call in
+    // which both wait for data.
+    let mut comm = waiting_for_41_s(2);
+    let wait = |peer, on| Wait { peer, on, since: 12 * S };
+    let route = |send, number, bytes, polled| Route {
+        send,
+        interfaces: vec!["eth1".into()],
+        number,
+        bytes,
+        moved: 13 * S,
+        polled,
+        ..Route::default()
+    };
+    member(&mut comm, 0).waits = vec![wait(1, On::Data)];
+    member(&mut comm, 1).waits = vec![wait(0, On::Data), wait(0, On::Gpu)];
+    member(&mut comm, 0).routes = vec![route(true, 5, 2000, None), route(true, 6, 7000, None)];
+    let judged = |polled, idle| {
+        let mut comm = comm.clone();
+        // Connection 6 belongs to another communicator of these processes.
+        member(&mut comm, 1).routes = vec![route(false, 5, 1000, polled), route(false, 6, idle, None)];
+        judge(&comm).expect("a verdict").named()
+    };
+    assert_eq!(judged(None, 7000), [0; 0], "nothing reads the message");
+    assert_eq!(judged(Some(51 * S - 1), 7000), [0; 0], "its receive has just been posted");
+    assert_eq!(judged(None, 3000), [0; 0], "nor that of the other communicator");
+    assert_eq!(judged(Some(12 * S), 7000), [0], "a receive is outstanding, and finds nothing");
 }
 
 #[test]

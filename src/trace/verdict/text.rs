@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::{
-    Absent, Arguments, Call, Cause, Communicator, Hold, Key, Made, Member, On, Route, Verdict, Wait, Waiting, odd,
+    Absent, Arguments, Call, Cause, Communicator, Hold, Key, Made, Member, On, Route, Undelivered, Verdict, Wait,
+    Waiting, odd,
 };
 use crate::trace::names::Name;
 
@@ -70,6 +71,7 @@ impl Communicator {
             Cause::Order { key, made, lack } => self.order(*key, made, lack),
             Cause::Arguments(groups) => self.arguments(groups),
             Cause::Chain(chain, end) => self.chain(chain, *end),
+            Cause::Undelivered(chain, bytes) => self.undelivered(chain, bytes),
             Cause::Deadlock(holds) => deadlock(holds),
             Cause::Unknown if self.ranks == 0 => "what it waits for is not known here".into(),
             Cause::Unknown if !verdict.gaps.is_empty() || !verdict.unseen.is_empty() => {
@@ -146,12 +148,27 @@ impl Communicator {
         }
     }
 
+    fn waits(&self, chain: &[i32]) -> String {
+        let wait = |pair: &[i32]| format!("{} waits for {}; ", self.ranks(&pair[..1]), self.ranks(&pair[1..]));
+        chain.windows(2).map(wait).collect()
+    }
+
+    fn undelivered(&self, chain: &[i32], bytes: &Undelivered) -> String {
+        let &[.., receiver, sender] = chain else { return String::new() };
+        format!(
+            "{}{} sent bytes to {}{} that rank {receiver} has not taken for {}: look at the network between them, or at rank \
+             {receiver}",
+            self.waits(chain),
+            self.place(sender),
+            self.place(receiver),
+            over(&bytes.interfaces),
+            seconds(self.now.saturating_sub(bytes.since))
+        )
+    }
+
     fn chain(&self, chain: &[i32], end: Option<Wait>) -> String {
-        let mut text = String::new();
+        let mut text = self.waits(chain);
         let Some(&last) = chain.last() else { return text };
-        for pair in chain.windows(2) {
-            let _ = write!(text, "{} waits for {}; ", self.ranks(&pair[..1]), self.ranks(&pair[1..]));
-        }
         if self.ranks == 0 && end.is_none() && !self.members.contains_key(&last) {
             // A process that is not told of others.
             let over = chain.first().map_or_else(String::new, |&own| self.over(own, last, false));
@@ -201,8 +218,7 @@ impl Communicator {
     }
 
     fn over(&self, own: i32, other: i32, send: bool) -> String {
-        let route = self.route(own, other, send);
-        route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
+        self.route(own, other, send).map_or_else(String::new, |route| over(&route.interfaces))
     }
 
     /// For how long nothing has moved over the connection by which a rank sends to another.
@@ -234,8 +250,10 @@ impl Communicator {
         let of_host = |(host, own): &(Option<&str>, Vec<i32>)| {
             let numbers = |all: &[i32]| list(&all.iter().map(i32::to_string).collect::<Vec<_>>());
             let Some(host) = host else { return numbers(own) };
-            let global = |rank: &i32| self.members.get(rank)?.global.filter(|global| global != rank);
-            let global: Vec<String> = own.iter().filter_map(global).map(|rank| rank.to_string()).collect();
+            let global = |rank: &i32| self.members.get(rank)?.global;
+            let global: Option<Vec<i32>> = own.iter().map(global).collect();
+            let global = global.filter(|global| global != own).unwrap_or_default();
+            let global: Vec<String> = global.iter().map(i32::to_string).collect();
             let gpus = own.iter().filter_map(|rank| self.members.get(rank)).map(|member| member.gpu.clone());
             let gpus: Vec<String> = gpus.filter(|gpu| !gpu.is_empty()).collect();
             format!("{} ({host}{}{})", numbers(own), counted("GPU", &gpus), counted("global rank", &global))
@@ -288,6 +306,10 @@ fn place(rank: i32, member: Option<&Member>, interfaces: bool) -> String {
         text += &counted("interface", &member.interfaces());
     }
     text + ")"
+}
+
+fn over(interfaces: &[String]) -> String {
+    if interfaces.is_empty() { String::new() } else { format!(" over {}", interfaces.join(" and ")) }
 }
 
 fn deadlock(holds: &[Hold]) -> String {

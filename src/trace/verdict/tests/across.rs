@@ -143,6 +143,24 @@ fn a_rank_whose_gpu_is_held_up_in_another_communicator_is_a_victim() {
     assert_eq!((&found[0].comm.title[..], &found[0].sentence()[..]), ("tp", expected));
 }
 
+#[test]
+fn a_rank_whose_bytes_have_not_arrived_is_a_victim_of_what_another_communicator_shows() {
+    let mut comms = Communicators::new();
+    communicator(&mut comms, 1, "dp", &[0, 1]);
+    communicator(&mut comms, 2, "tp", &[1, 2]);
+    for (worker, send, bytes) in [(0, true, 2000), (1, false, 1000)] {
+        enter(&mut comms, 1, worker, 10 * S);
+        let member = of(&mut comms, 1, worker);
+        member.waits = vec![Wait { peer: 1 - worker, on: On::Data, since: 11 * S }];
+        member.routes = vec![Route { send, number: 7, bytes, moved: 12 * S, polled: Some(11 * S), ..Route::default() }];
+    }
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[0]], "{found:?}");
+    of(&mut comms, 2, 1).calls.push(entered("AllReduce", 5, 9 * S, false));
+    let found = graph::findings(&comms);
+    assert_eq!(found.iter().map(workers).collect::<Vec<_>>(), [[2]], "{found:?}");
+}
+
 /// A pipeline of so many stages. All have passed three messages on.
 fn pipeline(stages: i32) -> Communicators {
     let mut comms = Communicators::new();
