@@ -5,19 +5,16 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
-use crate::trace::live::gather::{self, Process, at_once};
+use crate::trace::live::gather::{self, PATIENCE, Process, at_once};
 use crate::trace::live::{State, place};
 use crate::trace::verdict::seconds;
 use clap::Args;
 
 mod hosts;
-
-/// How long the directory's file system may take.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Where to look.
 #[derive(Debug, Args)]
@@ -65,19 +62,20 @@ impl Place {
             return hosts::ask(&self.host);
         }
         let Some(dir) = self.dir() else { return Ok(Found::default()) };
+        let silent = || {
+            let (dir, seconds) = (dir.display(), PATIENCE.as_secs());
+            let what = format!("{dir} cannot be read: its file system has not answered for {seconds} s");
+            Error::argument(what).with_hint("use --host (TOWLINE_STATUS_LISTEN), or another directory")
+        };
         let deadline = Instant::now() + PATIENCE;
         let states = match at_once::ask(vec![dir.clone()], deadline, |dir| place::read_all(dir)).pop().flatten() {
             Some(Ok(states)) => states,
             // No process has made it yet.
             Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Some(Err(error)) => return Err(Error::system(format!("reading {}", dir.display()), &error)),
-            None => {
-                let (dir, seconds) = (dir.display(), PATIENCE.as_secs());
-                let what = format!("{dir} cannot be read: its file system has not answered for {seconds} s");
-                return Err(Error::argument(what).with_hint("use --host (TOWLINE_STATUS_LISTEN), or another directory"));
-            }
+            None => return Err(silent()),
         };
-        let processes = gather::processes(readable(states));
+        let processes = gather::processes(readable(states)).ok_or_else(silent)?;
         let notes = dropped(&processes);
         Ok(Found { processes, notes, ..Found::default() })
     }

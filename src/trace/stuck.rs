@@ -145,7 +145,7 @@ fn look_at_all(dir: &Path, rank: usize) -> Vec<Finding> {
         return Vec::new();
     }
     let states = states.into_iter().filter_map(|(path, state)| Some((path, state.ok()?))).collect();
-    let processes = gather::processes(states);
+    let Some(processes) = gather::processes(states) else { return Vec::new() };
     let mut findings = gather::job(&processes, clock::now()).findings();
     findings.retain(|finding| finding.verdict.names_a_rank());
     findings

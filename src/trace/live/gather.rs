@@ -15,6 +15,9 @@ use crate::trace::verdict::{Job, SILENT_NS, Told, Whereabouts};
 
 pub(crate) mod at_once;
 
+/// How long a file system may take to read the files of all processes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+
 /// How long the processes of this host may take to answer on their control sockets, all together.
 const ANSWER: Duration = Duration::from_secs(2);
 
@@ -51,8 +54,9 @@ impl Process {
     }
 }
 
-/// All processes of these states, each with its newest. It takes up to five seconds when one of another host has no heartbeat.
-pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Vec<Process> {
+/// All processes of these states, each with its newest; None when their file system does not answer any more. It takes up to five
+/// seconds when one of another host has no heartbeat.
+pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Option<Vec<Process>> {
     let boot = place::boot();
     let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
     // By file, when its state was seen to change. Processes that have ended are not awaited.
@@ -62,18 +66,19 @@ pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Vec<Process> {
     while there.iter().zip(&seen).any(awaited) && clock::now() < until {
         std::thread::sleep(LOOK);
         // Also those that were seen: while others are waited for they may fall silent, or go on.
-        for ((path, state), seen) in there.iter_mut().zip(&mut seen) {
-            if let Ok(fresh) = place::read(path)
-                && fresh.beat != state.beat
-            {
-                (*state, *seen) = (fresh, Some(clock::now()));
+        let newest = fresh(&there)?;
+        for (((_, state), seen), fresh) in there.iter_mut().zip(&mut seen).zip(newest) {
+            if let Some((fresh, when)) = fresh.filter(|(fresh, _)| fresh.beat != state.beat) {
+                (*state, *seen) = (fresh, Some(when));
             }
         }
     }
     // Asked last, so that the verdict uses their newest state, not one from before the wait for others.
+    let newest = fresh(&here)?;
     let here: Vec<State> = here
         .into_iter()
-        .map(|(path, state)| place::read(&path).ok().filter(|it| it.process() == state.process()).unwrap_or(state))
+        .zip(newest)
+        .map(|((_, state), fresh)| fresh.map(|it| it.0).filter(|it| it.process() == state.process()).unwrap_or(state))
         .collect();
     let answers = at_once::ask(here.clone(), Instant::now() + ANSWER, ask);
     let mut found: Vec<Process> =
@@ -85,7 +90,15 @@ pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Vec<Process> {
         let heard = seen.unwrap_or_else(|| now.saturating_sub(wall.saturating_sub(state.wall).max(least)));
         Process { shift: heard as i64 - state.now as i64, heard, state }
     }));
-    found
+    Some(found)
+}
+
+/// What is in these files now, and when each was read; None when their file system does not answer.
+fn fresh(files: &[(PathBuf, State)]) -> Option<Vec<Option<(State, u64)>>> {
+    let paths: Vec<PathBuf> = files.iter().map(|(path, _)| path.clone()).collect();
+    let read = |path: &PathBuf| place::read(path).ok().map(|state| (state, clock::now()));
+    let read_all = move |paths: &Vec<PathBuf>| paths.iter().map(read).collect();
+    at_once::ask(vec![paths], Instant::now() + PATIENCE, read_all).pop().flatten()
 }
 
 /// Requests the state of a process of this host, which has not ended. Its file may be old because its disk is full or does not
@@ -174,7 +187,7 @@ mod tests {
                     write("d.state", &of_this_host(beat));
                 }
             });
-            processes(states)
+            processes(states).unwrap()
         });
         let now = clock::now();
         let alive: Vec<(i32, bool)> = found.iter().map(|it| (it.state.pid, it.is_alive(now))).collect();
@@ -217,7 +230,7 @@ mod tests {
             let state = of_this_host(7, dir.path());
             let _ = std::fs::remove_file(dir.path().join("7.sock"));
             answers_with(&dir.path().join("7.sock"), Some(answer.text()));
-            assert_eq!(processes(vec![("none".into(), state)])[0].state.beat, expected);
+            assert_eq!(processes(vec![("none".into(), state)]).unwrap()[0].state.beat, expected);
         }
     }
 
@@ -230,7 +243,7 @@ mod tests {
         let answer = State { beat: 9, ..of_this_host(7, &dir) };
         answers_with(&dir.join("7.sock"), Some(answer.text()));
         let old = State { now: clock::now().saturating_sub(60 * 1_000_000_000), ..of_this_host(7, &dir) };
-        let found = processes(vec![("none".into(), old)]);
+        let found = processes(vec![("none".into(), old)]).unwrap();
         assert!(found[0].is_alive(clock::now()) && found[0].state.beat == 9);
     }
 
@@ -240,7 +253,7 @@ mod tests {
         let states: Vec<_> = (0..60).map(|pid| (PathBuf::from("none"), of_this_host(pid, dir.path()))).collect();
         (0..60).for_each(|pid| answers_with(&dir.path().join(format!("{pid}.sock")), None));
         let began = Instant::now();
-        assert_eq!(processes(states).len(), 60);
+        assert_eq!(processes(states).unwrap().len(), 60);
         assert!(began.elapsed() < 4 * ANSWER, "{:?}", began.elapsed());
     }
 }
