@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::os::error::Result;
 use crate::trace::clock;
 use crate::trace::live::gather;
-use crate::trace::verdict::{Finding, Key, Member, On, name_of_call};
+use crate::trace::verdict::{Cause, Finding, Key, Member, On, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -29,8 +29,7 @@ const REPEAT: Duration = Duration::from_secs(30);
 /// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Look again every two seconds, and print the answer when other ranks are named, or for another cause, and every 30
-    /// seconds.
+    /// Look again every two seconds, and print the answer when it changes, else every 30 seconds.
     #[arg(short, long)]
     watch: bool,
     /// Print JSON, a line for each answer.
@@ -58,13 +57,25 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
 }
 
 /// What makes one answer another one: everything but durations and counts of events.
-#[derive(PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 struct Essence {
-    /// Of each finding the communicator, the kind, the ranks that are named, and the call.
-    findings: Vec<(u64, &'static str, Vec<i32>, Option<Key>)>,
+    findings: Vec<Core>,
     alive: usize,
     communicators: usize,
-    remarks: usize,
+    /// Their words that are no numbers.
+    remarks: Vec<String>,
+}
+
+/// The same of a finding.
+#[derive(Debug, PartialEq, Eq)]
+struct Core {
+    comm: u64,
+    kind: &'static str,
+    /// The ranks that are named, with their interfaces.
+    named: Vec<(i32, Vec<String>)>,
+    call: Option<Key>,
+    /// For what the last rank of a chain waits, and for which rank.
+    end: Option<(On, i32)>,
 }
 
 /// What was found.
@@ -87,14 +98,23 @@ impl Answer {
     }
 
     fn essence(&self) -> Essence {
-        let of = |Finding { comm, verdict, .. }: &Finding| {
-            (comm.id, verdict.kind(), verdict.named(), verdict.waiting.as_ref().map(|waiting| waiting.key))
+        let core = |finding: &Finding| Core {
+            comm: finding.comm.id,
+            kind: finding.verdict.kind(),
+            named: finding.named().into_iter().map(|named| (named.rank, named.interfaces)).collect(),
+            call: finding.verdict.waiting.as_ref().map(|waiting| waiting.key),
+            end: match finding.verdict.cause {
+                Cause::Chain(_, Some(wait)) => Some((wait.on, wait.peer)),
+                _ => None,
+            },
         };
+        let is_word = |word: &&str| word.parse::<f64>().is_err();
+        let words = |remark: &String| remark.split(' ').filter(is_word).collect::<Vec<_>>().join(" ");
         Essence {
-            findings: self.findings.iter().map(of).collect(),
+            findings: self.findings.iter().map(core).collect(),
             alive: self.alive,
             communicators: self.communicators,
-            remarks: self.remarks.len(),
+            remarks: self.remarks.iter().map(words).collect(),
         }
     }
 
@@ -196,10 +216,10 @@ mod tests {
     use crate::trace::live::network::Connection;
     use crate::trace::live::{CallState, CommState, State, WaitState};
 
-    #[test]
-    fn json_names_the_host_the_gpu_and_the_interface() {
+    /// Rank 0 waits in a call for what `on` says, and rank 1 for rank 0's data. It has the interface of each direction.
+    fn found(on: &str, interfaces: [&str; 2], seconds: u64) -> Found {
         let now = clock::now();
-        let since = now - 8_000_000_000;
+        let since = now - seconds * 1_000_000_000;
         let process = |rank: i32, on: &str, interfaces: [&str; 2]| {
             let call = CallState {
                 func: "AllReduce".into(),
@@ -239,8 +259,29 @@ mod tests {
                 ..State::default()
             })
         };
-        let processes = vec![process(0, "network", ["eth0", "eth1"]), process(1, "data", ["eth2", "eth3"])];
-        let json = Answer::of(Found { processes, ..Found::default() }).json();
+        let processes = vec![process(0, on, interfaces), process(1, "data", ["eth2", "eth3"])];
+        Found { processes, ..Found::default() }
+    }
+
+    #[test]
+    fn an_answer_is_another_one_for_another_cause_and_not_for_another_duration() {
+        let essence = |found| Answer::of(found).essence();
+        let with_note = |note: &str| {
+            let notes = vec![format!("node0, process 100, {note}")];
+            essence(Found { notes, ..found("network", ["eth0", "eth1"], 8) })
+        };
+        let first = essence(found("network", ["eth0", "eth1"], 8));
+        assert_eq!(first, essence(found("network", ["eth0", "eth1"], 12)));
+        assert_ne!(first, essence(found("gpu", ["eth0", "eth1"], 8)), "the same rank, for its GPU");
+        assert_ne!(first, essence(found("network", ["eth4", "eth1"], 8)), "over another interface");
+        let noted = with_note("had no room for 7 events");
+        assert_eq!(noted, with_note("had no room for 9 events"));
+        assert_ne!(noted, with_note("has not answered within 6 s"));
+    }
+
+    #[test]
+    fn json_names_the_host_the_gpu_and_the_interface() {
+        let json = Answer::of(found("network", ["eth0", "eth1"], 8)).json();
         let named = json!([{
             "rank": 0, "host": "node0", "process": 100, "gpu": "0 at 0000:3b:00.0", "global_rank": 8, "interfaces": ["eth0"],
         }]);

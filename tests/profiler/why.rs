@@ -479,9 +479,6 @@ fn one_who_watches_is_told_when_a_rank_stops_and_when_it_goes_on() {
     top.until("AllReduce #3");
     let json = Watch::start(&["why", "--watch", "--json"], dir.path());
     json.until("has not entered it");
-    // Only the durations change.
-    let again = [&why, &json].map(|watch| watch.1.recv_timeout(Duration::from_secs(9)));
-    assert!(again.iter().all(Result::is_err), "{again:?}");
     job.signal_odd(libc::SIGSTOP);
     why.until("has given no sign of life");
     json.until("has given no sign of life");
