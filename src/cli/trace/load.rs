@@ -112,12 +112,13 @@ fn aligned(mut processes: Vec<Process>, mut remarks: Vec<String>) -> Loaded {
         let info = process.info.clone().unwrap_or_default();
         if process.cut.is_some() {
             remarks.push(format!(
-                "the trace of {}:{} ends before the process does: its newest file is not among these, or the disk was full",
+                "the trace of {}:{} ends before the process does: its newest file is not among these, or it was at its limit \
+                 (TOWLINE_PROFILE_LIMIT, ulimit -f), or the disk was full",
                 info.host, info.pid
             ));
         }
         if process.begins_late {
-            let why = if process.made_room { "the disk was full" } else { "TOWLINE_PROFILE_LIMIT" };
+            let why = if process.made_room { "the disk was full" } else { "TOWLINE_PROFILE_LIMIT, ulimit -f" };
             remarks.push(format!(
                 "the trace of {}:{} begins after the process did: older parts have made room ({why}), or its \
                  .earlier.pftrace is not among these files",

@@ -48,7 +48,9 @@ pub(crate) struct TraceFile {
     buffer: Vec<u8>,
     /// Room for one packet.
     packet: Vec<u8>,
+    /// The longest that it may get, and the length at which the trace goes on in a new file: half of what both may have.
     limit: u64,
+    half: u64,
     /// Packets that were left out because the file is full or the disk is.
     lost: u64,
     full: bool,
@@ -74,7 +76,9 @@ impl TraceFile {
     /// A new file; `stem` gets a number if there was a file of that name.
     pub(crate) fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
-        let limit = limit.min(longest());
+        // The kernel's limit is one for each file.
+        let longest = longest();
+        let (limit, half) = (limit.min(longest), (limit / 2).min(longest));
         let path = dir.join(format!("{stem}.{ENDING}"));
         let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open_new)?;
         Ok(Self {
@@ -86,18 +90,20 @@ impl TraceFile {
             buffer: Vec::new(),
             packet: Vec::new(),
             limit,
+            half,
             lost: 0,
             full: false,
-            may_turn: limit / 2 >= LEAST,
+            may_turn: half >= LEAST,
             turns: 0,
             made_room: false,
             last_words: LastWords::NotYet,
         })
     }
 
-    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached, or half of what the disk has.
+    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached, or a file's longest, or half of what the disk
+    /// has.
     pub(crate) fn is_due(&self) -> bool {
-        self.may_turn && !self.full && (self.scarce || self.end() + LEAST / 4 > self.limit / 2)
+        self.may_turn && !self.full && (self.scarce || self.end() + LEAST / 4 > self.half)
     }
 
     /// Continues in a new file. The old one stays beside it as `….earlier.pftrace`, in place of the part before it: the
@@ -118,7 +124,7 @@ impl TraceFile {
 
     /// The repeated events are in the new file. If they fill most of it, there will be no further file.
     pub(crate) fn turned(&mut self) {
-        self.may_turn = self.end() < self.limit / 4;
+        self.may_turn = self.end() < self.half / 2;
     }
 
     /// How many files went before this one.
