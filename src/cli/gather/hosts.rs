@@ -89,18 +89,18 @@ fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
 }
 
 /// How many processes there are, or were, that do not answer: those whose ports are silent, and those whose ports are closed
-/// though a process of as high a local rank answers, on the same host or another one.
+/// below one of the same host that answers. None as long as the processes of some host are not known: they may be healthy.
 fn unanswered(hosts: &[Host]) -> usize {
-    let highest = hosts.iter().filter_map(|host| Some(host.answered? - host.first)).max();
-    let of = |host: &Host| {
-        let is_one = |(port, failure): &&(u16, Failure)| match failure {
-            Failure::Silent => true,
-            Failure::Refused => highest.is_some_and(|highest| port - host.first <= highest),
-            _ => false,
-        };
-        host.failures.iter().filter(is_one).count()
+    let failures =
+        || hosts.iter().flat_map(|host| host.failures.iter().map(move |(port, failure)| (host, port, failure)));
+    let is_sure = |failure: &Failure| matches!(failure, Failure::Silent | Failure::Refused);
+    if failures().any(|(.., failure)| !is_sure(failure)) || hosts.iter().any(|host| !host.has_processes()) {
+        return 0;
+    }
+    let is_one = |(host, port, failure): &(&Host, &u16, &Failure)| {
+        matches!(failure, Failure::Silent) || host.answered.is_some_and(|last| **port < last)
     };
-    hosts.iter().map(of).sum()
+    failures().filter(is_one).count()
 }
 
 /// Some processes answered while others were still awaited. Each answer counts as given now: otherwise a call that had
@@ -182,6 +182,11 @@ impl Host {
         }
         // Some of a host's processes may have ended, but not as many as this.
         self.done = is_lost || (!is_first && self.found.len() == before);
+    }
+
+    /// Whether one of its ports is open.
+    fn has_processes(&self) -> bool {
+        self.answered.is_some() || self.failures.iter().any(|(_, failure)| matches!(failure, Failure::Silent))
     }
 
     /// Notes for the user: each process that gave no status, or why there is none.
@@ -346,13 +351,25 @@ mod tests {
         assert!(host.done && host.found.len() == 1);
         let notes = host.notes();
         assert_eq!((notes.len(), &notes[0][..]), (8, "node1:9500 is not open: did the process that had it end?"));
-        // One process is gone, the next is there, and the last one is stopped; of another host the only one is gone.
-        let (mut some, mut none) = (Host::new(("node2", 7000)), Host::new(("node3", 9500)));
+        // One process is gone, the next is there, and the last one is stopped.
+        let mut some = Host::new(("node2", 7000));
         some.take(vec![(7000, Err(Failure::Refused))]);
         some.take(vec![(7001, process()), (7002, Err(Failure::Silent)), (7003, Err(Failure::Refused))]);
-        none.take(vec![(9500, Err(Failure::Refused)), (9502, Err(Failure::Refused))]);
         assert_eq!(some.notes().len(), 2, "{:?}", some.notes());
-        assert_eq!(unanswered(&[some, none]), 3);
+        let mut hosts = vec![some];
+        assert_eq!(unanswered(&hosts), 2);
+        // A host with fewer processes, and one with a single process, which is stopped.
+        hosts.extend([Host::new(("node3", 9500)), Host::new(("node4", 9500))]);
+        hosts[1].take(vec![(9500, process()), (9501, Err(Failure::Refused))]);
+        hosts[2].take(vec![(9500, Err(Failure::Silent))]);
+        assert_eq!(unanswered(&hosts), 3);
+        // Where the processes of a host are not known, none of them is counted as one that does not answer, nor any other.
+        for failure in [Failure::Refused, Failure::Unreachable(io::Error::other("why")), Failure::NoTime] {
+            hosts.push(Host::new(("node5", 9500)));
+            hosts[3].take(vec![(9500, Err(failure))]);
+            assert_eq!(unanswered(&hosts), 0);
+            hosts.pop();
+        }
         // One that cannot be reached has no other port, either.
         let mut host = Host::new(("node1", u16::MAX));
         host.take(vec![(u16::MAX, process())]);

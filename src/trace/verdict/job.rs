@@ -121,11 +121,11 @@ impl Job {
     /// What the job waits for: nothing when no communicator stands still.
     pub(crate) fn findings(mut self) -> Vec<Finding> {
         let lost = self.lost();
+        // Else more processes are unseen than were asked: some may be healthy, of a host that was not.
+        let are_all_known = self.comms.values().all(|comm| comm.unseen().len() <= self.unanswered);
         for (&id, comm) in &mut self.comms {
-            // Of fewer processes it would not be known which ranks are theirs.
-            let unseen = comm.unseen();
-            if unseen.len() <= self.unanswered {
-                comm.lost = unseen.into_iter().map(|rank| (rank, lost.clone())).collect();
+            if are_all_known {
+                comm.lost = comm.unseen().into_iter().map(|rank| (rank, lost.clone())).collect();
             }
             for (&rank, member) in &mut comm.members {
                 // All leave together when a job ends or is aborted.

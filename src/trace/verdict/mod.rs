@@ -297,17 +297,14 @@ impl Communicator {
         self.members.get(&rank).or_else(|| self.lost.get(&rank)?.as_ref())
     }
 
-    /// The cause, or, where nothing that is known explains the wait, the processes that do not answer.
+    /// The cause, or, where nothing explains the wait, the processes that do not answer.
     fn or_lost(&self, cause: Option<Cause>) -> Cause {
-        let leads_to_lost = |cause: &Cause| match cause {
-            Cause::Chain(chain, None) => chain.last().is_some_and(|last| self.lost.contains_key(last)),
-            _ => false,
-        };
-        match cause {
-            Some(cause) if self.lost.is_empty() || !leads_to_lost(&cause) => cause,
-            None if self.lost.is_empty() => Cause::Unknown,
-            _ => Cause::Lost(self.lost.keys().copied().collect()),
-        }
+        cause.or_else(|| self.all_lost()).unwrap_or(Cause::Unknown)
+    }
+
+    /// The processes that do not answer, if there are any.
+    fn all_lost(&self) -> Option<Cause> {
+        (!self.lost.is_empty()).then(|| Cause::Lost(self.lost.keys().copied().collect()))
     }
 
     /// Ranks of which events are missing since this time.

@@ -68,22 +68,23 @@ fn a_rank_that_did_not_enter_is_named_with_its_last_call() {
 #[test]
 fn a_process_that_does_not_answer_is_named_where_nothing_else_explains_the_wait() {
     let call = entered("AllReduce", 3, 10 * S, true);
-    let job = |unanswered, change: &dyn Fn(i32, &mut Told)| {
+    let place = |rank: i32| Whereabouts { host: format!("node{rank}"), pid: 100 + rank, ..Whereabouts::default() };
+    let make = |unanswered, change: &dyn Fn(i32, &mut Told)| {
         let mut job = Job::default();
         // Rank 0 is not among them; the last of four waits for the network.
         for rank in 1..4 {
             let info = CommInfo { id: 7, name: "dp".into(), ranks: 4, rank, ..CommInfo::default() };
-            let place = Whereabouts { host: format!("node{rank}"), pid: 100 + rank, ..Whereabouts::default() };
             let route = |peer: String| Route { peer, ..Route::default() };
             let routes = vec![route(format!("node{}:{}", rank - 1, 99 + rank))];
             let waits = vec![Wait { peer: rank - 1, on: On::Data, since: 11 * S }];
             let mut told = Told { calls: vec![call], waits, routes, until: 51 * S, ..Told::default() };
             change(rank, &mut told);
-            job.add(&place, &info, told);
+            job.add(&place(rank), &info, told);
         }
         job.add_unanswered(unanswered);
-        job.findings().remove(0)
+        job
     };
+    let job = |unanswered, change: &dyn Fn(i32, &mut Told)| make(unanswered, change).findings().remove(0);
     let found = job(1, &|_, _| {});
     let text = found.sentence();
     assert!(
@@ -100,6 +101,11 @@ fn a_process_that_does_not_answer_is_named_where_nothing_else_explains_the_wait(
         "{}",
         found.sentence()
     );
+    // Another communicator shows that more are unseen than were asked: rank 0 may be healthy.
+    let mut larger = make(1, &|_, _| {});
+    let info = CommInfo { id: 8, name: "world".into(), ranks: 8, rank: 1, ..CommInfo::default() };
+    larger.add(&place(1), &info, Told { until: 51 * S, ..Told::default() });
+    assert!(larger.findings().iter().all(|finding| finding.named().is_empty()));
     // What is known goes before what is not.
     let found = job(1, &|rank, told| {
         if rank == 3 {
@@ -113,6 +119,15 @@ fn a_process_that_does_not_answer_is_named_where_nothing_else_explains_the_wait(
         }
     });
     assert_eq!((found.verdict.kind(), found.verdict.named()), ("waits", vec![1]));
+    // Its receiver does not answer: that is why the send of a healthy rank stands still.
+    for (rank, peer) in [(1, 0), (2, 0), (3, 0)] {
+        let found = job(1, &|of, told| {
+            if of == rank {
+                told.waits[0] = Wait { peer, on: On::Network, since: 11 * S };
+            }
+        });
+        assert_eq!((found.verdict.kind(), found.verdict.named()), ("silent", vec![0]), "rank {rank}");
+    }
     // Without any wait that is known.
     assert_eq!(job(1, &|_, told| told.waits.clear()).verdict.named(), [0]);
 }

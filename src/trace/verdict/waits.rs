@@ -10,15 +10,19 @@ pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU
 /// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
-/// peer too. A process on the way that has ended or is silent explains the chain: what it waits for is as old as it. A circle
+/// peer too. A process on the way that has ended, is silent or does not answer explains the chain: what it waits for is as old as it. A circle
 /// ends where what was sent has not arrived ([`Follower::circle`]).
 pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
     let mut follower = Follower { comm, pairs: HashMap::new() };
     let ways: Vec<Way> = ranks.iter().filter_map(|&rank| follower.follow(rank)).collect();
     let receiver = |way: &Way| way.end.filter(|wait| wait.on == On::Network).map(|wait| wait.peer);
     let met: BTreeSet<i32> = ways.iter().flat_map(|way| way.chain.iter().copied().chain(receiver(way))).collect();
+    let leads_to_lost = met.iter().any(|rank| comm.lost.contains_key(rank));
     if let Some(cause) = gone(comm, met.into_iter()) {
         return Some(cause);
+    }
+    if leads_to_lost {
+        return comm.all_lost();
     }
     let mut ends: BTreeMap<i32, usize> = BTreeMap::new();
     for way in &ways {
