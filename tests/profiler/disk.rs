@@ -133,8 +133,8 @@ fn set_longest_file(pid: u32, bytes: u64) -> std::io::Result<()> {
 #[test]
 fn where_files_may_not_grow_the_newest_part_is_kept() {
     const CALLS: u64 = 300;
-    // Too short for two parts in one such length: each part is a file.
-    const LONGEST: u64 = 300 << 10;
+    // Of which a quarter is more than what comes between two flushes.
+    const LONGEST: u64 = 640 << 10;
     let dir = tempfile::tempdir().unwrap();
     let mut command = super::command(&format!("disk:{CALLS}"), dir.path());
     let control = dir.path().join("control");

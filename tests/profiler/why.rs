@@ -733,7 +733,9 @@ mod long {
         let job = Job::prepare(dir.path(), 3, "stay", "wait", VERSION, &[]);
         Job::go(dir.path());
         let told =
-            crate::support::eventually("the log says so", Duration::from_secs(35), || warnings(dir.path(), 0).pop());
+            crate::support::eventually("the log says so", Duration::from_secs(60), || warnings(dir.path(), 0).pop());
+        let seconds = told.split(" for ").nth(1).and_then(|rest| rest.split(' ').next()).expect("a time");
+        assert!(seconds.parse::<f64>().expect("seconds") < 35.0, "{told}");
         let place = format!("rank {ODD} ({}, process {},", towline::trace::say::host(), job.0[ODD as usize].id());
         assert!(told.contains(&place) && told.contains("has not entered it"), "{told}");
     }

@@ -78,7 +78,8 @@ impl TraceFile {
         std::fs::create_dir_all(dir)?;
         // The kernel's limit is one for each file.
         let longest = longest();
-        let (limit, half) = (limit.min(longest), (limit / 2).min(longest));
+        // A quarter of it is left for what comes before the writer's thread has turned.
+        let (limit, half) = (limit.min(longest), (limit / 2).min(longest / 4 * 3));
         let path = dir.join(format!("{stem}.{ENDING}"));
         let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open_new)?;
         Ok(Self {
