@@ -11,7 +11,7 @@ use super::gpu::Mark;
 use super::group::{Command, Shared};
 use super::landings::Landings;
 use super::losses::Losses;
-use super::loud::{say_once, say_rarely};
+use super::loud::{say, say_once, say_rarely};
 use super::patience::Patience;
 use super::peer::{Own, Peer, Place, has_closed};
 use super::signals::Signals;
@@ -26,8 +26,8 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// Its pauses when nothing has moved for a second.
 const LONG_PAUSE: Duration = Duration::from_micros(500);
 
-/// How long after another rank has gone without a goodbye, with nothing under way, the log warns. A job whose processes end
-/// without destroying their communicators is over by then.
+/// How long after another rank has gone without a goodbye, with nothing under way, the log warns. Most jobs whose processes end
+/// without destroying their communicators are over by then.
 const WARNING_DELAY: Duration = Duration::from_secs(5);
 
 /// A rank, or why nothing more goes to it.
@@ -358,13 +358,23 @@ impl Placer {
         if self.closes.is_some() {
             return;
         }
-        for other in &mut self.others {
+        let mut due = Vec::new();
+        for (rank, other) in self.others.iter_mut().enumerate() {
             if let Other::Ended { why, gone, .. } = other
                 && gone.is_some_and(|since| since.elapsed() >= WARNING_DELAY)
             {
                 *gone = None;
-                say_once(why);
+                if why.report_once() {
+                    due.push((rank, &*why));
+                }
             }
+        }
+        // One line for all of them.
+        if let [(_, why), more @ ..] = &due[..] {
+            let more: String = more.iter().map(|(rank, _)| format!("; rank {rank} has ended, too")).collect();
+            say(&format!(
+                "{why}{more}; a stream that waits for a signal of theirs waits for ever: if one does, end the job"
+            ));
         }
     }
 }
