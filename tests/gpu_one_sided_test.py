@@ -245,6 +245,8 @@ class Topology(unittest.TestCase):
         self.assertIsNone(one_sided.unlike(self.WITHOUT, self.WITH))
         moved = self.WITH.replace(' keep="1"', "").replace(' gin="1"', ' gin="1" keep="1"')
         self.assertIsNone(one_sided.unlike(self.WITHOUT, moved))
+        added = self.WITHOUT.replace("    </nic>", '      <gin dev="0" name="lo"/>\n      <rma dev="0" name="lo"/>\n    </nic>')
+        self.assertIsNone(one_sided.unlike(self.WITHOUT, added))
 
     def test_anything_else_is(self):
         for before, after in (('gdr="0"', 'gdr="1"'), ('numaid="0"', 'numaid="1"'), ("<nic>", '<nic>\n      <net name="more"/>')):

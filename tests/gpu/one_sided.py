@@ -71,8 +71,8 @@ IN_PROGRESS, NOT_READY, NO_COMPILER = 7, 600, 221
 CHAR, FLOAT, SUM = 0, 7, 0
 COLL_SYMMETRIC = 1
 LIVES = ("whole", "left", "abort", "cut", "queue", "socket", "topology")
-# The two lives of "topology". Their topologies may differ in these attributes alone, by which NCCL marks a device that serves
-# one-sided operations.
+# The two lives of "topology". Their topologies may differ alone in these: attributes by which NCCL 2.30 marks a device that
+# serves one-sided operations, elements that 2.32 adds for it.
 WITHOUT_AND_WITH, MARKS = ("without", "with"), ("gin", "rma")
 ROUNDS, LINGER = 20, 256 * MIB
 # Streams that wait, twice as many as a GPU has queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise; and for how many
@@ -1030,7 +1030,8 @@ def topology_file(folder, rank):
 def elements(topology):
     """The lines of a topology without MARKS, the attributes of each element in one order; none where it is not whole."""
     try:
-        return ElementTree.canonicalize(topology, exclude_attrs=MARKS).splitlines()
+        lines = ElementTree.canonicalize(topology, exclude_attrs=MARKS, exclude_tags=MARKS).splitlines()
+        return [line for line in lines if line.strip()]
     except ElementTree.ParseError:
         return []
 
