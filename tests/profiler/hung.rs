@@ -75,6 +75,8 @@ pub(crate) fn play() {
         comm.progress(task, Shape { channels: 2, steps: 8, bytes: 1024 }, 1, 1, Pace::NONE);
     }
     assert!(began.elapsed() < AT_ONCE, "NCCL's threads waited for {:?}", began.elapsed());
+    // So many calls at once may fill the profiler's room: then the next one is dropped.
+    std::thread::sleep(Duration::from_millis(500));
     hang(&comm, comm.enqueue(100, 1024).event, 1, false, ncclProfilerProxyStepRecvWait);
     println!("ready");
     std::io::stdin().read_line(&mut String::new()).unwrap();
