@@ -16,7 +16,7 @@ use crate::support::one_sided::{
 };
 use crate::support::rma::PutSignal;
 use crate::support::window::Window;
-use crate::support::{context, eventually, key_file, pattern, watchdog};
+use crate::support::{context, cut, eventually, key_file, pattern, streams, watchdog};
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Handle, Memory, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, Properties};
 use towline::nccl::ffi::ncclRma_v16_t;
@@ -263,20 +263,7 @@ fn signals_keep_their_promise_when_system_calls_fail() {
 
 /// Ends TCP connections of this process, each second one, as a middle box does that forgets them. Gives how many.
 fn cut_streams() -> usize {
-    let mut cut = 0;
-    let ours = std::fs::read_dir("/proc/self/fd").expect("proc").flatten();
-    let numbers = ours.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    for (index, fd) in numbers.collect::<Vec<_>>().into_iter().enumerate() {
-        let (mut address, mut length) = ([0_u64; 16], 128);
-        // SAFETY: the kernel writes an address of at most that length; no such socket is its to say.
-        let is_connected = unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) } == 0;
-        let family = address[0] as u16;
-        if is_connected && index.is_multiple_of(2) && [libc::AF_INET as u16, libc::AF_INET6 as u16].contains(&family) {
-            // SAFETY: a descriptor of this process; one that has just been closed is the kernel's to refuse.
-            cut += usize::from(unsafe { libc::shutdown(fd, libc::SHUT_RDWR) } == 0);
-        }
-    }
-    cut
+    streams().into_iter().step_by(2).filter(|&stream| cut(stream)).count()
 }
 
 #[test]
