@@ -270,12 +270,8 @@ mod tests {
                 },
                 ..CommState::default()
             };
-            let connection = |send, name: &str| Connection {
-                send,
-                peer: format!("node{}:{}", 1 - rank, 101 - rank),
-                interfaces: vec![name.into()],
-                ..Connection::default()
-            };
+            let peer = format!("node{}:{}", 1 - rank, 101 - rank);
+            let connection = |send, name| Connection::sample(send, &peer, name);
             Process::here(State {
                 host: format!("node{rank}"),
                 pid: 100 + rank,

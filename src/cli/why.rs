@@ -241,12 +241,8 @@ mod tests {
                 waits: vec![wait],
                 ..CommState::default()
             };
-            let connection = |send, name: &str| Connection {
-                send,
-                peer: format!("node{}:{}", 1 - rank, 101 - rank),
-                interfaces: vec![name.into()],
-                ..Connection::default()
-            };
+            let peer = format!("node{}:{}", 1 - rank, 101 - rank);
+            let connection = |send, name| Connection::sample(send, &peer, name);
             let connections = vec![connection(true, interfaces[0]), connection(false, interfaces[1])];
             let (host, pid) = (format!("node{rank}"), 100 + rank);
             Process::here(State {

@@ -91,16 +91,9 @@ fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
 /// How many processes there are, or were, that do not answer: those whose ports are silent, and those whose ports are closed
 /// below one of the same host that answers. None as long as the processes of some host are not known: they may be healthy.
 fn unanswered(hosts: &[Host]) -> usize {
-    let failures =
-        || hosts.iter().flat_map(|host| host.failures.iter().map(move |(port, failure)| (host, port, failure)));
-    let is_sure = |failure: &Failure| matches!(failure, Failure::Silent | Failure::Refused);
-    if failures().any(|(.., failure)| !is_sure(failure)) || hosts.iter().any(|host| !host.has_processes()) {
-        return 0;
-    }
-    let is_one = |(host, port, failure): &(&Host, &u16, &Failure)| {
-        matches!(failure, Failure::Silent) || host.answered.is_some_and(|last| **port < last)
-    };
-    failures().filter(is_one).count()
+    let is_sure = |(_, failure): &(u16, Failure)| matches!(failure, Failure::Silent | Failure::Refused);
+    let is_known = |host: &Host| host.failures.iter().all(is_sure) && host.has_processes();
+    if hosts.iter().all(is_known) { hosts.iter().map(|host| host.missing().count()).sum() } else { 0 }
 }
 
 /// Some processes answered while others were still awaited. Each answer counts as given now: otherwise a call that had
@@ -189,13 +182,16 @@ impl Host {
         self.answered.is_some() || self.failures.iter().any(|(_, failure)| matches!(failure, Failure::Silent))
     }
 
+    /// The ports that gave no status, without the closed ones beyond the last process.
+    fn missing(&self) -> impl Iterator<Item = &(u16, Failure)> {
+        self.failures.iter().filter(|(port, failure)| {
+            !matches!(failure, Failure::Refused) || self.answered.is_some_and(|last| *port < last)
+        })
+    }
+
     /// Notes for the user: each process that gave no status, or why there is none.
     fn notes(&self) -> Vec<String> {
-        // Beyond the last process are closed ports only.
-        let is_told = |(port, failure): &&(u16, Failure)| {
-            !matches!(failure, Failure::Refused) || self.answered.is_some_and(|last| *port < last)
-        };
-        let told: Vec<_> = self.failures.iter().filter(is_told).collect();
+        let told: Vec<_> = self.missing().collect();
         let (name, first) = (&self.name, self.first);
         if told.is_empty() && self.found.is_empty() {
             let last = first.saturating_add(self.asked.saturating_sub(1));

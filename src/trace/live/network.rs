@@ -46,6 +46,12 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
+    /// One that a test needs: to this process, over this interface.
+    #[cfg(test)]
+    pub(crate) fn sample(send: bool, peer: &str, interface: &str) -> Self {
+        Self { send, peer: peer.into(), interfaces: vec![interface.into()], ..Self::default() }
+    }
+
     /// As the verdict knows it; `clock` converts times to the reader's clock.
     pub(crate) fn route(&self, clock: impl Fn(u64) -> u64) -> Route {
         let Self { number, send, bytes, .. } = *self;
