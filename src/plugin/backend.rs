@@ -234,7 +234,8 @@ pub(crate) trait Sending: Connected {
     /// closed, and its profiler handle valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
 
-    /// Ends the connection to a peer that does not answer. A backend may wait for the peer all the same.
+    /// Ends the connection to a peer that has not answered for too long, as [`Connected::close`] does but without waiting for it. A
+    /// backend may wait all the same.
     fn abandon(&self) {
         self.close();
     }

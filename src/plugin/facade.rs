@@ -447,8 +447,8 @@ pub(crate) fn close_send(comm: usize) -> Result<()> {
     Ok(())
 }
 
-/// Closes a sending communicator without waiting for its peer, which has not answered for too long: what the peer has not
-/// acknowledged is lost.
+/// Closes a sending communicator without waiting for its peer, which has not answered for too long. The kernel goes on sending
+/// what it has taken; the rest is lost.
 ///
 /// # Errors
 /// When there is no such communicator.

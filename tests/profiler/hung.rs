@@ -31,7 +31,7 @@ fn line_with(output: impl Read + Send + 'static, expected: &'static str) -> Opti
     told.recv_timeout(PATIENCE).ok()
 }
 
-/// A file system in user space (FUSE) of which nobody answers for the kernel's questions.
+/// A file system in user space (FUSE) whose server never answers the kernel.
 struct Hung {
     dir: tempfile::TempDir,
     _device: File,

@@ -10,10 +10,10 @@ use std::time::Duration;
 /// instead moved no more data and used twice the processor time.
 pub(crate) const HOT: Duration = Duration::from_micros(50);
 
-/// The same while a connection's messages are shorter than [`CHUNK_MAX`] and at most [`FEW`] are under way. Each is a few chunks, the next follows
-/// when a GPU has done its part, and waking workers would take most of the time. Of longer messages the next chunk follows
-/// at once, or there is time to sleep. Measured on two H200: all-reduces of
-/// 256 KiB take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
+/// The same while a connection's messages are shorter than [`CHUNK_MAX`] and at most [`FEW`] are under way. Each is a few
+/// chunks, the next follows when a GPU has done its part, and waking workers would take most of the time. Of longer messages
+/// the next chunk follows at once, or there is time to sleep. Measured on two H200: all-reduces of 256 KiB take 0.9 of the
+/// time, of 1 MiB 0.96; polling three times as long gains nothing more.
 ///
 /// A polling worker yields its processor now and then. Without that, longer polling made four processes with a GPU each
 /// slower: all-reduces of 512 KiB took 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although half of the 64

@@ -1,4 +1,4 @@
-//! A [`Body`] as named values: shown to a user who clicks on an event, and read back by the report.
+//! A [`Body`] as named values: Perfetto shows them for a selected event, and the report reads them back.
 //!
 //! [`fields`] and [`body`] are each other's inverse, so that a trace file holds all that a summary is made from.
 
