@@ -1,7 +1,7 @@
 //! An acknowledgement: how many frames of a stream were taken in, or of all streams.
 //!
-//! Where a message travels over several streams its sender waits for all of them. One frame for all of them, when the
-//! message is whole, costs each side one system call. A frame for each chunk would cost one per chunk.
+//! Where a message travels over several streams, its sender waits for all of them. One frame for all streams, sent when
+//! the message is whole, costs each side one system call. A frame for each chunk would cost one call per chunk.
 
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{HEADER, Header, Type};
@@ -15,13 +15,13 @@ pub struct Ack {
 }
 
 impl Ack {
-    /// Of the stream it travels on: `frames` of them, and `credit` bytes of the connection's window returned.
+    /// For the stream that it travels on: `frames` frames, and `credit` bytes of the connection's window returned.
     pub fn of_one(epoch: u16, frames: u64, credit: u64) -> Self {
         let header = Header { offset: frames, total: credit, ..Header::of(Type::Ack, epoch) };
         Self { header, counts: [0; MAX_STREAMS] }
     }
 
-    /// The same of all streams.
+    /// The same for all streams.
     pub fn of_all(mut self, frames: impl Iterator<Item = u64>) -> Self {
         let mut streams = 0;
         for (count, frames) in self.counts.iter_mut().zip(frames) {
@@ -32,12 +32,12 @@ impl Ack {
         self
     }
 
-    /// Frames by stream; none when it speaks of its own only.
+    /// Frames by stream; none when the acknowledgement covers its own stream only.
     pub fn counts(&self) -> &[u64] {
         &self.counts[..self.header.length as usize / 8]
     }
 
-    /// Appends its form on the wire.
+    /// Appends the acknowledgement's wire form.
     pub fn encode_to(&self, out: &mut Vec<u8>) {
         out.reserve(HEADER + self.header.length as usize);
         out.extend_from_slice(&self.header.encode());

@@ -57,7 +57,7 @@ impl Attempt {
         self.opened.conn().clone().ok_or_else(|| Error::internal("a dial ended well, and opened no connection"))
     }
 
-    /// The connection, when it is there; the failure, when it will not be.
+    /// The connection, once it exists; the failure, once the attempt has failed.
     pub(crate) fn result(&self) -> Option<Result<Arc<SendConn>>> {
         self.dial.result().map(|result| self.opened(result))
     }
@@ -65,7 +65,7 @@ impl Attempt {
     /// Waits until the attempt has succeeded or failed; it has a deadline of its own.
     ///
     /// # Errors
-    /// As the attempt failed.
+    /// The attempt's error.
     pub(crate) fn wait(&self) -> Result<Arc<SendConn>> {
         let result = self.dial.wait();
         self.opened(result)
@@ -74,7 +74,7 @@ impl Attempt {
     /// Gives up: the connection is not wanted any more.
     pub(crate) fn cancel(&self) {
         self.dial.cancel();
-        // Closed under no lock: a close may wait.
+        // No lock is held here: a close may wait.
         let unused = self.opened.conn().take();
         if let Some(conn) = unused {
             conn.close();

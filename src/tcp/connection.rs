@@ -41,7 +41,7 @@ use crate::session::wire::{self, Piece};
 /// How often a close checks whether more was acknowledged.
 pub(super) const CLOSE_POLL: Duration = Duration::from_millis(10);
 
-/// Waits until the next poll of a close that began at `start`: a short close is not delayed, and a long one costs little.
+/// Waits until the next poll of a close that began at `start`. A short close is not delayed, and a long one costs little.
 pub(super) fn rest(start: Instant) {
     let is_short = start.elapsed() < CLOSE_POLL;
     std::thread::sleep(if is_short { Duration::from_micros(50) } else { Duration::from_millis(1) });
@@ -70,7 +70,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// The control thread polls the first stream because NCCL's proxy thread does not, or has finished doing so.
     fn unattended(_conn: &Connection<Self>, _begins: bool) {}
 
-    /// What the messages in flight wait for, for logs.
+    /// A text for logs: what the messages in flight wait for.
     fn describe(state: &Self::State) -> String;
 
     /// Whether bytes are on their way for no request: a short send is done when it is copied.
@@ -88,11 +88,11 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// The next epoch of a stream begins. The caller has locked the stream and the state.
     fn epoch_begins(conn: &Connection<Self>, state: &mut Self::State, index: usize, io: &mut Self::Io);
 
-    /// It has begun, and the stream is still locked: adds the frames that must be sent on it first.
+    /// The epoch has begun, and the stream is still locked: adds the frames that must be sent on it first.
     fn epoch_begun(_conn: &Connection<Self>, _index: usize, _io: &mut Self::Io) {}
 
-    /// An epoch of a stream has ended. Returns whether that is to be reported: on the sending side, if it had not ended
-    /// before; the receiving side always reports it.
+    /// An epoch of a stream has ended. Returns whether to report the end. The sending side reports it if the epoch had
+    /// not ended before; the receiving side always does.
     fn epoch_ended(conn: &Connection<Self>, index: usize, io: &Self::Io, why: &Broken) -> bool;
 
     /// A stream was lost, and can be recovered; `left` others are connected.
@@ -101,7 +101,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// Gives up a stream that has not ended by itself.
     fn lose(conn: &Connection<Self>, index: usize, error: io::Error);
 
-    /// The network is in trouble, so a peer that is away need not be dead.
+    /// The network is in trouble, so a peer without connected streams need not be dead.
     fn in_trouble(_conn: &Connection<Self>) {}
 
     /// The control thread's work after a call, or when a check is due.
@@ -206,12 +206,12 @@ impl<D: Direction> Connection<D> {
         })
     }
 
-    /// What the connection counted.
+    /// The connection's counters.
     pub(crate) fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Whether the control thread polls it.
+    /// Whether the control thread polls this connection.
     pub(crate) fn attention(&self) -> &Attention {
         &self.attention
     }
@@ -221,7 +221,7 @@ impl<D: Direction> Connection<D> {
         &self.events
     }
 
-    /// Its number, key and rails.
+    /// The connection's number, key and rails.
     pub(crate) fn link(&self) -> &Link {
         &self.link
     }
@@ -236,33 +236,35 @@ impl<D: Direction> Connection<D> {
         lock(&self.state)
     }
 
-    /// Workers move a message of `length` bytes, one of `under_way`: of the requests that NCCL has open at the sender, of the
-    /// messages of its tag that are arriving at the receiver, whose receives may wait for what is not sent yet.
+    /// Notes that workers move a message of `length` bytes, one of `under_way`. At the sender these are the requests that
+    /// NCCL has open. At the receiver they are the messages of its tag that are arriving, since receives may wait for
+    /// messages that are not sent yet.
     #[inline]
     pub(super) fn note_message(&self, length: u64, under_way: usize) {
         self.is_short.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
     }
 
-    /// Registers a socket with the worker of stream `index`: every step of adding a stream that may fail, so it comes
-    /// before the peer is notified or anything is changed here.
+    /// Registers a socket with the worker of stream `index`. Every step of adding a stream that may fail is here, so
+    /// call this before the peer is notified and before anything changes on this side.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
     pub(super) fn register(&self, index: usize, sock: &Sock) -> Result<Registration> {
         let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         let fd = sock.as_raw_fd();
-        // The first stream is NCCL's thread's; the control thread only watches for its end and finishes what blocked.
+        // NCCL's thread moves the first stream. The control thread only watches for its end and finishes sends that
+        // blocked.
         if index == 0 {
             return self.net.poller.control_thread()?.register(source, Some((fd, Interest::Quiet)));
         }
         self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
     }
 
-    /// Puts a connected socket to work as stream `index`. The kick makes up for what the poller reported before.
+    /// Puts a connected socket to work as stream `index`. The kick makes up for events that the poller reported before.
     pub(super) fn install(&self, index: usize, registration: Registration, io: D::Io) {
         self.events.set_path(index, path_of(io.sock(), &self.link));
         self.health.stream_up();
-        // In this order: a stream that breaks at once takes its registration with it.
+        // The registration comes first: a stream that breaks at once drops its registration.
         self.streams[index].watch(registration);
         match self.streams[index].install_as(Box::new(io), |io| self.epoch_begins(index, io)) {
             Ok(()) => self.streams[index].kick(),
@@ -270,7 +272,7 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// Records, with the stream locked, that its next epoch begins.
+    /// Records, with the stream locked, that the stream's next epoch begins.
     fn epoch_begins(&self, index: usize, io: &mut D::Io) {
         {
             let mut state = self.state();
@@ -285,7 +287,7 @@ impl<D: Direction> Connection<D> {
         D::epoch_begun(self, index, io);
     }
 
-    /// Records, with the state locked, that its epoch has ended, and the reason if it is known.
+    /// Records, with the state locked, that a stream's epoch has ended, and the reason if it is known.
     pub(super) fn note_end(&self, index: usize, why: Option<&io::Error>) {
         if let Some(error) = why {
             self.ended.note(error);
@@ -319,8 +321,8 @@ impl<D: Direction> Connection<D> {
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
 
-    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
-    /// polled and before the end of the connection was seen.
+    /// The connection has failed or is over. The request is polled again: another thread may have ended it after the first
+    /// poll and before this thread saw the end of the connection.
     #[cold]
     pub(super) fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
@@ -368,7 +370,7 @@ impl<D: Direction> Connection<D> {
         self.finish();
     }
 
-    /// Ends the connection with requests in flight, and tells the peer so.
+    /// Ends the connection with requests in flight, and notifies the peer.
     pub(super) fn abandon(&self) {
         self.closing.store(true, Ordering::Release);
         self.end_early("closed the connection");
@@ -381,7 +383,7 @@ impl<D: Direction> Connection<D> {
         tracing::debug!(target: NET, "closed the connection {} {}: {}", Self::TOWARDS, self.peer, self.counters);
     }
 
-    /// This side did that while requests were outstanding.
+    /// Ends the connection because this side did `did` while requests were outstanding.
     fn end_early(&self, did: &str) {
         let error = Error::remote(format!("the {} side {did} with transfers in flight", Self::DOING));
         self.health.fail_telling(error.clone(), || self.send_failure(&error));
@@ -405,7 +407,8 @@ impl<D: Direction> Connection<D> {
     }
 
     fn send_failure(&self, error: &Error) {
-        // On every stream: one of them may be away, in the middle of a chunk that will never end, or lead nowhere.
+        // On every stream: one of them may be disconnected, in the middle of a chunk that will never end, or on a dead
+        // path.
         self.queue_everywhere(&failure(error));
     }
 
@@ -425,8 +428,8 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// A stream is no longer needed. The control thread closes its socket when the peer has closed it too: with unread
-    /// bytes the kernel would send a reset, which can overtake data, and the control message with the cause.
+    /// A stream is no longer needed. The control thread closes its socket only after the peer has closed it. With
+    /// unread bytes the kernel would send a reset, which can overtake data and the control message with the cause.
     fn let_go(&self, io: D::Io) {
         self.health.stream_down();
         self.net.linger(io.into_sock());
@@ -437,7 +440,7 @@ impl<D: Direction> Connection<D> {
         self.run_held(self.streams[index].hold(), index, wish)
     }
 
-    /// As [`Connection::run`], with what the stream's `hold` returned.
+    /// As [`Connection::run`], with the result of the stream's `hold`.
     pub(super) fn run_held(&self, held: Option<Held<'_, D::Io>>, index: usize, wish: u8) -> bool {
         let mut ready = 0;
         let step = |io: &mut D::Io, wishes| D::step(self, index, io, wishes, &mut ready);
@@ -495,14 +498,14 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// Reports a failure to the peer on the stream that met it, which may be the only one.
+    /// Reports a failure to the peer on the stream where it occurred, which may be the only one.
     fn fail_stream(&self, mut io: D::Io, error: &Error) {
         let fd = io.sock().as_raw_fd();
         if !self.health.is_failed()
             && let Some(bytes) = io.queue_last_frame(failure(error))
         {
-            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
-            // the end without the reason.
+            // SAFETY: the piece is this stream's own buffer. Bytes that the socket does not accept are lost, and the
+            // peer sees the end without the reason.
             let _ = unsafe { wire::send(fd, Piece::of(bytes)) };
         }
         self.net.linger(io.into_sock());

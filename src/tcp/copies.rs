@@ -12,11 +12,11 @@ use super::limits::{COPY_FIRST_MAX, EAGER_MAX};
 use crate::engine::schedule::constants::INLINE_MAX;
 use crate::session::frame::HEADER;
 
-/// The sizes of a connection's own buffers in bytes. The small one keeps the copies of flags and counters, which come in
-/// bursts, close together: buffers of 1 KiB each would meet in the same few lines of the processor's cache.
+/// The sizes of a connection's own buffers in bytes. The small size keeps the copies of flags and counters, which come
+/// in bursts, close together. Buffers of 1 KiB each would meet in the same few lines of the processor's cache.
 const OWN: [usize; 2] = [64 + HEADER, COPY_FIRST_MAX as usize + HEADER];
 
-/// How many unused ones of each size a connection keeps: as many as an acknowledgement gives back while messages follow
+/// How many unused buffers of each size a connection keeps: as many as one acknowledgement frees while messages follow
 /// each other, and 60 KiB at most.
 const OWN_SPARE: [usize; 2] = [256, 32];
 
@@ -24,9 +24,9 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 const CLASSES: [usize; 4] =
     [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, EAGER_MAX as usize + HEADER];
 
-/// How many buffers of each size the process has from its first connection on, less than 1 MiB in all: one connection's between
-/// two acknowledgements, and some on the way. Their memory is the process's by then: with what it took to get that from the
-/// system, the first fifty all-reduces of 8 KiB took a tenth longer.
+/// How many buffers of each size the process has from its first connection on, less than 1 MiB in all. One connection needs
+/// about that many between two acknowledgements, with some on the way. The process allocates and touches them in advance.
+/// Otherwise, getting the memory from the system makes the first fifty all-reduces of 8 KiB a tenth slower.
 const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
@@ -55,7 +55,7 @@ impl Own {
         unsafe { fill(buffer, data, length) }
     }
 
-    /// Takes back a copy that is no longer needed. Returns it when its size is none of these.
+    /// Takes back a copy that is no longer needed. Returns the copy when it has none of these sizes.
     #[inline]
     pub(crate) fn give_back(&mut self, copy: Vec<u8>) -> Option<Vec<u8>> {
         let Some(class) = OWN.iter().position(|size| *size == copy.capacity()) else { return Some(copy) };
@@ -66,7 +66,7 @@ impl Own {
     }
 }
 
-/// The process's.
+/// The buffers of the process.
 pub(crate) static COPIES: Copies =
     Copies { spare: Mutex::new([const { Vec::new() }; CLASSES.len()]), warm: OnceLock::new() };
 
@@ -76,7 +76,7 @@ impl Copies {
         self.warm.get_or_init(|| {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             for ((spare, size), count) in spare.iter_mut().zip(CLASSES).zip(FIRST) {
-                // Not zeroes, which an allocator may have without touching any memory.
+                // Not zeroes: an allocator may provide those without touching any memory.
                 spare.extend((0..count).map(|_| vec![1; size]));
             }
         });
@@ -91,7 +91,7 @@ impl Copies {
         unsafe { fill(self.buffer(HEADER + length), data, length) }
     }
 
-    /// Room for a message without a receive yet: at least `length` bytes, of whatever they were before. The shortest have
+    /// Room for a message without a receive yet: at least `length` bytes, with arbitrary contents. The shortest have
     /// blocks of their own, for which an allocator is fast: there may be thousands of them.
     pub(crate) fn stage(&self, length: usize) -> Vec<u8> {
         if length as u64 <= COPY_FIRST_MAX {
@@ -119,9 +119,9 @@ impl Copies {
     pub(crate) fn give_back(&self, buffer: Vec<u8>) {
         let Some(class) = CLASSES.iter().position(|class| *class == buffer.capacity()) else { return };
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        // 10 MiB of each size: buffers of sixteen connections which have 32 messages of 8 KiB unacknowledged each (a credit
-        // window holds twice as many). With 32 in all, buffers of a burst went back to the system and were faulted in
-        // again by the next one.
+        // 10 MiB of each size: buffers of sixteen connections with 32 unacknowledged messages of 8 KiB each (a credit
+        // window holds twice as many). With 32 in all, buffers of a burst went back to the system and the next burst
+        // faulted them in again.
         if spare[class].len() < (10 << 20) / CLASSES[class] {
             spare[class].push(buffer);
         }

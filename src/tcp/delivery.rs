@@ -1,21 +1,22 @@
 //! Whether streams deliver what they carry.
 //!
-//! On some paths small packets pass and full ones do not: the hosts have an MTU of 9000, a switch between them one of
-//! 1500, and no ICMP message reports it. A firewall or a proxy may also let handshakes pass and stop data. There every
-//! stream connects, delivers nothing, and is lost; without this module it would be connected again for ever.
+//! On some paths small packets pass and full ones do not. For example, the hosts have an MTU of 9000, a switch between
+//! them has 1500, and no ICMP message reports it. A firewall or a proxy may also let handshakes pass and stop data.
+//! There every stream connects, delivers nothing, and is lost; without this module it would be connected again for
+//! ever.
 //!
-//! - An epoch of a stream that ended by silence, or ended otherwise and delivered nothing, is **in vain** while frames of it are
-//!   in doubt. Epochs in vain are counted for each pair of rails. The next one counts only if a handshake passed on the
-//!   pair after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that arrives
-//!   on the pair clears the count; short ones pass anyhow.
+//! - An epoch of a stream is **in vain** while frames of it are in doubt, if it ended by silence, or ended otherwise and
+//!   delivered nothing. Epochs in vain are counted for each pair of rails. The next one counts only if a handshake passed on
+//!   the pair after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that
+//!   arrives on the pair clears the count; short ones pass anyhow.
 //! - After two such epochs that ended by silence, the next ones over that pair begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
-//!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive. That
-//!   teaches the same as an epoch with smaller segments that delivers.
+//!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive.
+//!   That proves the same as an epoch with smaller segments that delivers.
 //! - After four epochs in vain the pair is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.
-//! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
-//!   peer's patience is over by then, the connection ends with the next epoch in vain.
+//! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. Once the
+//!   clock exceeds the patience for the peer, the connection ends with the next epoch in vain.
 //!
 //! None of this is on the path of a message: the control thread reads counters while it watches the streams.
 
@@ -23,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use crate::session::frame::MAX_STREAMS;
 
-/// `TCP_MAXSEG` that is tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are headers. 536: a host
-/// accepts 576 over IPv4, 40 of which are headers.
+/// The values of `TCP_MAXSEG` that are tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are
+/// headers. 536: a host accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
 
-/// A stream that is silent for this long after a handshake on its path has another reason than an outage: the
+/// A stream that is silent for this long after a handshake on its path has another reason than an outage. The
 /// retransmission timer of a stream that was silent for 2.3 s fires at least every 0.8 s.
 const PROVEN: Duration = Duration::from_millis(1500);
 
@@ -46,11 +47,11 @@ pub(crate) enum End {
 /// The conclusion from the end of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lesson {
-    /// Nothing new.
+    /// No conclusion.
     None,
     /// The pair is left out from now on.
     LeftOut,
-    /// Nothing has been delivered for this long, and the peer's patience is over.
+    /// Nothing has been delivered for this long, and the patience for the peer is over.
     Over(Duration),
 }
 
@@ -66,11 +67,11 @@ pub(crate) struct Arrived {
 #[derive(Debug, Clone, Copy, Default)]
 struct Epoch {
     pair: Option<usize>,
-    /// `TCP_MAXSEG` with which it began.
+    /// `TCP_MAXSEG` with which the epoch began.
     segment: Option<u32>,
     /// The largest segments that the kernel used.
     largest: u32,
-    /// What had arrived at the last check.
+    /// The frames that had arrived at the last check.
     seen: Arrived,
     delivered: bool,
     /// A long frame has arrived.
@@ -86,7 +87,7 @@ struct RailPair {
     counted: Option<Instant>,
     /// When the last epoch began.
     begun: Option<Instant>,
-    /// How many of [`SEGMENTS`] are in use or were.
+    /// How many of [`SEGMENTS`] are or were in use.
     smaller: usize,
     left_out: bool,
 }
@@ -97,7 +98,7 @@ struct Stall {
     until: Instant,
 }
 
-/// What the streams of one sending connection deliver. The clock is the caller's.
+/// What the streams of one sending connection deliver. The caller provides the time.
 #[derive(Debug)]
 pub(crate) struct Deliveries {
     epochs: [Epoch; MAX_STREAMS],
@@ -139,8 +140,8 @@ impl Deliveries {
         let pair = self.pairs.get_mut(at)?;
         let shrunk = using.filter(|using| pair.in_vain > 0 && *using < epoch.largest);
         (pair.in_vain, pair.silent, pair.counted) = (0, 0, None);
-        // The kernel's own cure begins with 1024 (`net.ipv4.tcp_base_mss`) and grows later, so that does not mean that 1220
-        // is too much.
+        // The kernel's own cure begins with 1024 (`net.ipv4.tcp_base_mss`) and grows later, so a size below 1220 does not
+        // mean that 1220 is too much.
         let cured = shrunk.map(|using| SEGMENTS[usize::from(using < 1024)]);
         epoch.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
@@ -156,7 +157,8 @@ impl Deliveries {
         };
         let since = self.stall.map_or_else(|| now.checked_sub(silence).unwrap_or(now), |stall| stall.since);
         let is_first = self.stall.replace(Stall { since, until: since + patience }).is_none();
-        // The first may be an outage that was noticed late: whether anything is delivered after it is not known yet.
+        // The first epoch in vain may be an outage that was noticed late. It is not known yet whether later epochs
+        // deliver.
         if !is_first && now >= since + patience {
             return Lesson::Over(now - since);
         }
@@ -167,7 +169,7 @@ impl Deliveries {
             let begun = pair.begun.unwrap_or(counted);
             let counts = match how {
                 End::Silent(_) => begun > counted && now.saturating_duration_since(begun) >= PROVEN,
-                // Streams that are cut within a second count once: what cut them may have passed by then.
+                // Streams that are cut within a second count once: the cause may have passed by then.
                 End::Cut => now.saturating_duration_since(counted) >= Duration::from_secs(1),
             };
             if !counts {
@@ -181,7 +183,7 @@ impl Deliveries {
         pair.counted = Some(now);
         pair.in_vain += 1;
         pair.silent += u32::from(matches!(how, End::Silent(_)));
-        // Another stream may have gone on to the next size since this epoch began.
+        // Another stream may have switched to the next size since this epoch began.
         if pair.silent >= 2 && segment == current {
             pair.smaller = (pair.smaller + 1).min(SEGMENTS.len());
         }
@@ -339,7 +341,7 @@ mod tests {
         for index in 0..7 {
             deliveries.ended(index, start + 10_000 * MS + 1200 * MS * index as u32, SILENT, PATIENCE);
         }
-        // The path is back, and a stream whose timer has not fired yet is given up.
+        // The path works again, and this side gives up a stream whose timer has not fired yet.
         deliveries.begins(0, Some(0), long(0), start + 20_000 * MS);
         deliveries.ended(7, start + 20_800 * MS, SILENT, PATIENCE);
         assert_eq!((deliveries.segment(0), deliveries.silence(start + 21_000 * MS)), (None, Duration::ZERO));
@@ -357,8 +359,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the epochs end, and whatever connects in between: without a frame that arrives there is an end, at
-        /// the first epoch that ends after the patience is over. Cuts alone make no segment smaller.
+        /// If no frame arrives, the connection ends with the first epoch that ends after the patience is over. It does
+        /// not matter how the epochs end or what connects in between. Cuts alone make no segment smaller.
         #[test]
         fn a_handshake_stops_no_clock(ends in proptest::collection::vec((1..5000_u64, any::<bool>()), 200..300)) {
             let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));

@@ -1,5 +1,5 @@
-//! What the two ends of a TCP connection allow each other, each size with its unit and its reason. What steers threads and
-//! streams is in [`schedule`](crate::engine::schedule).
+//! What the two ends of a TCP connection allow each other, each size with its unit and its reason. The sizes that steer
+//! threads and streams are in [`schedule`](crate::engine::schedule).
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ pub(crate) const EAGER_MAX: u64 = 64 << 10;
 /// slots: what NCCL itself keeps in flight (NCCL_STEPS).
 pub(crate) const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 
-/// The same over long paths, where neither a clear-to-send nor an acknowledgement is waited for if it can be avoided: NCCL's
+/// The same over long paths, where the sender avoids waiting for a clear-to-send or an acknowledgement: NCCL's
 /// Simple-protocol step travels eagerly, too.
 pub(crate) const EAGER_MAX_FAR: u64 = CHUNK_MAX;
 
-/// And this much of it may be under way: over 200 ms, 80 MB/s. It takes the receiver's memory only if receives are
-/// late.
+/// Bytes of eager messages that may be under way over a long path: 80 MB/s at a round trip of 200 ms. They take the
+/// receiver's memory only if receives are late.
 pub(crate) const EAGER_WINDOW_FAR: u64 = STREAM_WINDOW_FAR;
 
-/// Whether a path with this round trip is long: [`EAGER_WINDOW`] would carry less than 5 Gbit/s, and a lost packet would
-/// hold up everything on the one stream that short messages use.
+/// Whether a path with this round trip is long. On a long path [`EAGER_WINDOW`] would carry less than 5 Gbit/s. Also, a
+/// lost packet would hold up everything on the one stream that short messages use.
 pub(crate) fn is_far(round_trip: Duration) -> bool {
     round_trip >= Duration::from_micros(900)
 }
@@ -33,20 +33,21 @@ pub(crate) fn is_far(round_trip: Duration) -> bool {
 pub(crate) const MESSAGE_COST: u64 = 256;
 
 /// Of the messages that are copied for a possible resend, those up to this many bytes are copied before they are sent,
-/// behind room for the header: one piece for the kernel, and their send is done before the system call. Together with the
-/// header still a small object for the allocator.
+/// behind room for the header. The kernel then gets one piece, and the send is done before the system call. With the
+/// header, such a copy is still a small object for the allocator.
 pub(crate) const COPY_FIRST_MAX: u64 = 960;
 
 /// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its
 /// parts.
 pub(crate) const MAX_POSTED: u64 = (SLOTS * MAX_PARTS) as u64;
 
-/// Messages whose receives are not posted yet, on the whole connection: a staging window full of empty ones, and one
-/// that waits for its receive in each slot of the sender.
+/// The limit for messages whose receives are not posted yet, on the whole connection. It is a staging window full of
+/// empty messages, and one message that waits for its receive in each slot of the sender.
 pub(crate) const fn max_early(window: u64) -> u64 {
     window / MESSAGE_COST + SLOTS as u64
 }
 
-/// Ranges of a message's bytes with gaps between them, at most: a gap is a chunk that is under way on a stream, and as many as
-/// fit the windows of all streams are the most of an honest sender. Twice as many, so that another release may send shorter ones.
+/// The limit for ranges of a message's bytes with gaps between them. A gap is a chunk that is under way on a stream, and an
+/// honest sender has at most as many as fit the windows of all streams. The limit is twice that, so that another release may
+/// send shorter chunks.
 pub(crate) const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUNK_MIN) as usize;

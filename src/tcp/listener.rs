@@ -15,12 +15,12 @@ use crate::session::ports;
 pub(crate) struct Listener {
     net: Arc<Net>,
     arrivals: Arc<Arrivals>,
-    /// Its place among the process's handshakes.
+    /// Its entry among the process's handshakes.
     session: Arc<ports::Listener>,
 }
 
 impl Listener {
-    /// Starts to listen on the given rails; gives the addresses of their sockets, too.
+    /// Starts to listen on the given rails; also returns the addresses of their sockets.
     ///
     /// # Errors
     /// When no socket can be opened for any of them.
@@ -42,7 +42,7 @@ impl Listener {
     /// The next connection, if one has come.
     ///
     /// # Errors
-    /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
+    /// When the peer that holds the secret connected, and its TOWLINE_KEY_FILE does not match this side's.
     pub(crate) fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
         self.arrivals.queue.accept()
     }

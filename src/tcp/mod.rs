@@ -21,7 +21,7 @@
 //! | [`connection`] | a connection: its streams, its requests, what is known about the peer |
 //! | [`sender`], [`receiver`] | what each direction adds: the core, and what it does on a stream |
 //! | [`stream`] | which thread holds a stream |
-//! | [`streams`] | what is seen of all streams of a connection together |
+//! | [`streams`] | checks of all streams of a connection together |
 //! | [`standstill`] | what to do when this host drops a packet itself |
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`polled`] | chunks whose arrival a GPU watches |

@@ -2,13 +2,13 @@
 //!
 //! With NCCL's LL128 protocol a GPU polls the last eight bytes of each 128 in the receive buffer. Once they are the
 //! number of the step, it uses the 120 before them (`prims_ll128.h`, NCCL 2.4 to 2.30). So these must be written first.
-//! A kernel that reads a socket into a buffer does not guarantee that: Linux copies with `rep movsb`, whose stores
+//! A kernel that reads a socket into a buffer does not guarantee that. Linux copies with `rep movsb`, whose stores
 //! other processors may see out of order (Intel's Software Developer's Manual, volume 3, "Fast-String Operation and
 //! Out-of-Order Stores"). On an EPYC of 2024 they did: in memory that was touched for the first time, one line in
 //! several hundred showed its flag before its first half. Units of eight bytes stayed whole, so the LL protocol, with
 //! units of four bytes of data and four of flag, is not affected there.
 //!
-//! NCCL does not pass the transport the protocol of a message (2.25 and later hint at it, for some receives), but a
+//! NCCL does not pass the transport the protocol of a message (2.25 and later hint at it, for some receives). But the
 //! message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side checks
 //! a few lines of each chunk and marks it ([`POLLED`]) when they look like that. The receiving side reads marked chunks
 //! into a buffer of its own and copies them on in order. A tensor whose eight-byte units are small equal numbers is
@@ -19,8 +19,8 @@ use std::cell::RefCell;
 use crate::session::frame::{ALIGN, POLLED};
 use crate::session::wire::Piece;
 
-/// Lines that are checked. All lines of a message in LL128 have the flag, so none of those is missed; more lines would
-/// only rule out more of the others.
+/// Lines that are checked. All lines of a message in LL128 have the flag, so no such message is missed. More lines
+/// would only rule out more of the other messages.
 const LINES: usize = 4;
 
 thread_local! {
@@ -37,7 +37,7 @@ pub(crate) unsafe fn flag(chunk: Piece) -> u8 {
     if unsafe { may_be_polled(chunk) } { POLLED } else { 0 }
 }
 
-/// Whether a chunk may be a part of a message that a GPU reads while it arrives. Never false when it is.
+/// Whether a chunk may be a part of a message that a GPU reads while it arrives. Never false for such a chunk.
 ///
 /// # Safety
 /// The chunk must be readable, and begin at a multiple of [`ALIGN`] bytes from the start of its message.
@@ -73,7 +73,7 @@ unsafe fn may_be_ll(chunk: Piece) -> bool {
 pub(crate) fn with_buffer<T>(wanted: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     BUFFER.with_borrow_mut(|buffer| {
         if buffer.is_empty() {
-            // Few enough to be still in the processor's cache when they are copied.
+            // Few enough bytes to be still in the processor's cache when they are copied.
             buffer.resize(64 << 10, 0);
         }
         let length = wanted.min(buffer.len());

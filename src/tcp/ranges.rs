@@ -1,4 +1,4 @@
-//! Which bytes of a message have been seen: each may come once.
+//! Which bytes of a message have been seen: each may arrive once.
 
 use smallvec::SmallVec;
 
@@ -9,7 +9,8 @@ use smallvec::SmallVec;
 pub(crate) struct Ranges(SmallVec<[(u64, u64); 4]>);
 
 impl Ranges {
-    /// Adds the bytes from `start` to `end`. False, and nothing happens, when it is none, or one of them is in the set.
+    /// Adds the bytes from `start` to `end`. Returns false and changes nothing when the range is empty or one of its
+    /// bytes is in the set.
     #[must_use]
     pub(crate) fn add(&mut self, start: u64, end: u64) -> bool {
         let at = self.0.partition_point(|range| range.1 < start);
@@ -33,7 +34,7 @@ impl Ranges {
         true
     }
 
-    /// Takes out bytes that were added together: a chunk that will come again.
+    /// Takes out bytes that were added together: a chunk that will arrive again.
     pub(crate) fn remove(&mut self, start: u64, end: u64) {
         let at = self.0.partition_point(|range| range.1 <= start);
         let Some(range) = self.0.get_mut(at).filter(|range| range.0 <= start && end <= range.1) else { return };
@@ -65,7 +66,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against the plainest set of all.
+        /// Compares with the simplest implementation of a set.
         #[test]
         fn each_byte_is_taken_once_until_it_is_given_back(
             steps in proptest::collection::vec((any::<bool>(), 0..40_u64, 0..12_u64), 0..60)

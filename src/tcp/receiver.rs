@@ -47,7 +47,7 @@ struct Target {
     data: *mut u8,
 }
 
-/// The buffer of a part whose request is outstanding; none for the others.
+/// The buffer of a part whose request is outstanding; None for other parts.
 type Wanted = Option<(Target, usize)>;
 
 // SAFETY: the address of a posted buffer, which the transport may use until its request ends (the promise of `irecv`).
@@ -91,8 +91,8 @@ pub(crate) struct Io {
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
     /// Short messages arrive in it together with their header, in one system call, and are copied on. Of longer ones only
-    /// the beginning passes through it, and the rest goes straight to its place: a second system call (about 0.5 µs) is
-    /// cheaper than copying more than this twice. 4 KiB of NCCL's data in its LL protocol are 8 KiB, and have room with
+    /// the beginning passes through it, and the rest goes straight to its place. A second system call (about 0.5 µs) is
+    /// cheaper than copying more than this twice. 4 KiB of data are 8 KiB in NCCL's LL protocol, and fit together with
     /// their header.
     input: Box<[u8]>,
     from: usize,
@@ -100,7 +100,7 @@ pub(crate) struct Io {
     body: Body,
     /// Bytes that were peeked at and are still in the socket ([`wire::peek`]).
     peeked: usize,
-    /// The last poll found nothing, so a request waits for what comes next.
+    /// The last poll found nothing, so a request waits for the next bytes.
     awaited: bool,
     /// The additional state of a stream with checksums or encryption.
     seal: Option<Box<Sides>>,
@@ -128,9 +128,9 @@ impl Io {
         }
     }
 
-    /// Reads what the socket has: the rest of the open frame's payload into its place, what is behind it into the input
-    /// buffer. With `may_peek`, what a request waits for is only peeked at ([`wire::peek`]). Returns what [`wire::receive`]
-    /// did, how many bytes there was room for, and how many of them for the payload.
+    /// Reads the socket's bytes: the rest of the open frame's payload into its place, the bytes behind it into the
+    /// input buffer. With `may_peek`, bytes that a request waits for are only peeked at ([`wire::peek`]). Returns the
+    /// result of [`wire::receive`], how many bytes there was room for, and how many of those are for the payload.
     ///
     /// # Safety
     /// The body must be writable.
@@ -178,14 +178,14 @@ pub(crate) type RecvConn = Connection<Receiving>;
 /// What only the receiving side of a connection has.
 #[derive(Default)]
 pub(crate) struct Receiving {
-    /// Frames for whichever stream is written next. The last lock to be taken.
+    /// Frames for the stream that is written next. This lock is taken last.
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a check without its lock.
     mail: AtomicBool,
     /// The control thread has found that NCCL does not call. Then frames that no send waits for are acknowledged too,
-    /// so that the sender need not keep its copies.
+    /// so that the sender can drop its copies.
     quiet: AtomicBool,
-    /// Messages that were received, part by part.
+    /// Messages that were received; each part of a grouped receive counts.
     completed: AtomicU64,
     /// From the sender's goodbye: the number of its messages plus one. 0: none yet.
     announced: AtomicU64,
@@ -259,8 +259,8 @@ impl Direction for Receiving {
     }
 
     fn epoch_begun(conn: &RecvConn, index: usize, io: &mut Io) {
-        // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
-        // still considers those streams connected.
+        // Frames that report the end of other streams may be lost with the stream that carried them. Then the sender
+        // still considers those other streams connected.
         let ended = conn.state().core.ended_epochs();
         if !ended.is_empty() {
             io.queue_frames(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
@@ -272,7 +272,7 @@ impl Direction for Receiving {
         }
     }
 
-    /// Does nothing to the next epoch, if that has already begun.
+    /// Has no effect on the next epoch, if that has already begun.
     fn epoch_ended(conn: &RecvConn, index: usize, io: &Io, why: &Broken) -> bool {
         if let Some(error) = why.cause() {
             conn.note_trouble(io, error);
@@ -369,7 +369,7 @@ impl RecvConn {
     /// Starts a grouped receive; each part is buffer, capacity in bytes and tag. `None`: not now.
     ///
     /// # Errors
-    /// When a message that is here already is longer than its receive.
+    /// When a message that has already arrived is longer than its receive.
     ///
     /// # Safety
     /// Every buffer must be writable for its capacity until the request ends, the memory is withdrawn or the connection
@@ -408,7 +408,7 @@ impl RecvConn {
                     }
                     Posted::Early(stage, total) => {
                         self.unstage(&mut state, stage, to, total);
-                        // Credit that this has freed must be sent to the sender, which may wait for it.
+                        // Credit that this receive has freed must be sent to the sender, which may wait for it.
                         must_report |= state.core.owes_credit();
                     }
                 }
@@ -440,8 +440,8 @@ impl RecvConn {
         self.own.announced.load(Ordering::Relaxed) == self.own.completed.load(Ordering::Relaxed) + 1
     }
 
-    /// Whether a stream was lost a short while ago. A sender that has said goodbye on the others comes back with what was
-    /// on it, if anything was.
+    /// Whether a stream was lost a short while ago. A sender that has said goodbye on the other streams reconnects it and
+    /// resends its data, if there was any.
     #[cold]
     fn is_recovering(&self) -> bool {
         let now = Instant::now();
@@ -450,12 +450,12 @@ impl RecvConn {
             && lock(&self.monitors).iter().any(|monitor| monitor.may_return(now, CLOSE_RECOVERY))
     }
 
-    /// Makes the other streams carry what the first cannot.
+    /// Makes the other streams carry frames that the first stream cannot.
     fn kick_all(&self) {
         self.streams.iter().for_each(Stream::kick);
     }
 
-    /// Queues a frame for the peer, on whichever stream is written next.
+    /// Queues a frame for the peer, on the stream that is written next.
     fn queue_on_any_stream(&self, frame: &[u8]) {
         self.outbox().extend_from_slice(frame);
         self.own.mail.store(true, Ordering::Release);

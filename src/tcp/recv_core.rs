@@ -77,7 +77,8 @@ struct Entry {
     queried: Option<u64>,
     /// Bytes in place.
     received: u64,
-    /// A frame with the whole message has begun; without memory of its own, because most messages are one frame.
+    /// A frame with the whole message has begun. A flag instead of a range, because most messages are one frame and a
+    /// flag needs no memory of its own.
     begun_whole: bool,
     /// The bytes whose frames have begun, of a message in several.
     begun: Ranges,
@@ -97,7 +98,7 @@ struct Tag {
 }
 
 impl Entry {
-    /// A frame with these bytes of the message begins. False when one of them has come, or is coming, already.
+    /// A frame with these bytes of the message begins. False when one of them has already arrived or is arriving.
     #[inline]
     fn claim(&mut self, header: &Header) -> bool {
         if u64::from(header.length) == header.total {
@@ -173,7 +174,7 @@ pub struct RecvCore {
     stages: Slab<u64>,
     staged_bytes: u64,
     streams: Vec<Stream>,
-    /// Eager bytes whose window may be used again, so far.
+    /// Eager bytes whose window may be used again, counted from the start.
     returned: u64,
     /// The same, as last reported to the sender.
     reported: u64,
@@ -189,7 +190,7 @@ impl RecvCore {
         Self { far, ..Self::default() }
     }
 
-    /// What may arrive early: bytes of a message, and of all.
+    /// The limits for early arrivals: bytes of one message, and bytes of all.
     fn eager(&self) -> (u64, u64) {
         if self.far { (EAGER_MAX_FAR, EAGER_WINDOW_FAR) } else { (EAGER_MAX, EAGER_WINDOW) }
     }
@@ -227,8 +228,8 @@ impl RecvCore {
         let order = queue.posted;
         let known = queue.entries.get((order - queue.base) as usize);
         let early = known.is_some();
-        // Before anything is noted: until the connection has ended others go on with it, and a receive that is noted gets
-        // the rest of its message.
+        // Checked before anything is noted: until the connection has ended other threads continue with it, and a noted
+        // receive gets the rest of its message.
         if let Some(total) = known.and_then(|entry| entry.total.or(entry.queried)).filter(|total| *total > capacity) {
             return Err(too_long(total, capacity, tag));
         }
@@ -285,7 +286,7 @@ impl RecvCore {
         })
     }
 
-    /// A data frame begins on stream `index`: where does its payload go?
+    /// A data frame begins on stream `index`. Returns where its payload goes.
     ///
     /// # Errors
     /// A remote error when the frame contradicts what was posted or sent before; a usage error when the message is
@@ -350,7 +351,7 @@ impl RecvCore {
     fn expect(&mut self, tag: i32, order: u64) -> Result<&mut Entry> {
         let queue = self.tag(tag);
         let (at, known) = (order.wrapping_sub(queue.base), queue.entries.len() as u64);
-        // Nearly always: its receive is posted, or it was referred to before.
+        // The usual case: the receive is posted, or the peer has referred to it before.
         if at >= known {
             self.admit(tag, order)?;
         }
@@ -385,7 +386,7 @@ impl RecvCore {
         let stream = &mut self.streams[index];
         let open = stream.open.take().expect("a frame was open");
         stream.received += 1;
-        // Only now: an acknowledgement that leaves while the payload is still arriving does not include this frame.
+        // Not earlier: an acknowledgement that leaves while the payload is still arriving does not include this frame.
         stream.prompt |= open.prompt;
         let queue = self.tag(open.tag);
         let entry = queue.entry(open.order);
@@ -437,8 +438,8 @@ impl RecvCore {
         })
     }
 
-    /// The acknowledgement that stream `index` owes, if any. With `force`, also what no send waits for. After a whole
-    /// message it covers all streams.
+    /// The acknowledgement that stream `index` owes, if any. With `force`, it is also due for frames that no send waits
+    /// for. After a whole message it covers all streams.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.reported;
         let returned = self.returned;
@@ -530,8 +531,8 @@ impl RecvCore {
         let stream = &mut self.streams[index];
         // An acknowledgement under way may be lost, and the credit in it: report all of it again.
         self.reported = 0;
-        // A frame that had begun never ends: it does not count, and will come again from its first byte. A
-        // staging buffer it had begun to fill is given back by `drop_open`.
+        // A frame that had begun never ends: it does not count, and will arrive again from its first byte. `drop_open`
+        // gives back a staging buffer that the frame had begun to fill.
         let open = stream.open.take();
         let received = stream.received;
         if let Some(open) = open {
@@ -626,8 +627,8 @@ mod tests {
         assert_eq!(core.take_ack(0, false).map(|ack| ack.header.offset), Some(2));
     }
 
-    /// A receiver with three streams and a long receive; both halves of the message have arrived, each over a stream of
-    /// its own, and a frame that nothing waits for over the third.
+    /// A receiver with three streams and a long receive. Both halves of the message have arrived, each over a stream of
+    /// its own. A frame that nothing waits for has arrived over the third.
     fn whole() -> RecvCore {
         let mut core = posted(256);
         core.stream_up(2, 1);
@@ -686,8 +687,8 @@ mod tests {
         assert_eq!(core.under_way(&frame(2, 0)), 2);
     }
 
-    /// Found by the fuzzer of calls: the rest of an early message came while `irecv` was failing, since its buffer was too
-    /// small, and all of the message was copied into it.
+    /// Found by the fuzzer of calls: the rest of an early message arrived while `irecv` was failing, since its buffer was
+    /// too small. All of the message was copied into that buffer.
     #[test]
     fn a_receive_that_is_refused_is_not_posted() {
         let mut core = RecvCore::default();
@@ -699,7 +700,7 @@ mod tests {
         assert!(matches!(core.post(0, 100, Part { slot: 0, part: 0 }), Ok(Posted::Early(key, 100)) if key == stage));
     }
 
-    /// A receiver that takes what fits its posted receives only.
+    /// A receiver that accepts only messages that fit its posted receives.
     fn posted(total: u64) -> RecvCore {
         let mut core = RecvCore::default();
         core.stream_up(0, 1);
@@ -747,7 +748,7 @@ mod tests {
         core.begin(1, &chunk(128, 256, 1 << 20)).unwrap();
     }
 
-    /// One long receive waits while short ones of the same tag come and go.
+    /// One long receive waits while short ones of the same tag are posted and complete.
     #[test]
     fn a_receive_that_takes_long_holds_up_later_ones_but_fails_none() {
         let mut core = posted(1 << 20);
@@ -758,7 +759,7 @@ mod tests {
             core.end(0);
             order += 1;
         }
-        // The sender may have gone on as far as its credit reached.
+        // The sender may have sent as much as its credit allows.
         for early in 0..EAGER_WINDOW / (MESSAGE_COST + 8) {
             let order = order + early;
             core.begin(0, &Header { flags: EAGER, message: order, order, ..chunk(0, 8, 8) }).unwrap();

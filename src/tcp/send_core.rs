@@ -1,15 +1,15 @@
 //! The sending side of the protocol, without sockets, clocks or bytes.
 //!
-//! A message is posted, becomes ready (at once when it is small and there is credit, else when the receiver's
-//! clear-to-send has arrived), is cut into chunks by the streams that have room, and ends when every chunk is
-//! acknowledged. A chunk on a stream that died stays in doubt until that stream's epoch is fenced: the receiver then
-//! reports how many frames it received, these count as acknowledged, and the rest is ready again.
+//! A message is posted and becomes ready: at once when it is small and there is credit, else when the receiver's
+//! clear-to-send has arrived. The streams that have room cut it into chunks. It ends when every chunk is acknowledged.
+//! A chunk on a stream that died stays in doubt until that stream's epoch is fenced. The receiver then reports how many
+//! frames it received: these count as acknowledged, and the rest is ready again.
 //!
 //! Everything here refers to *ranges* of messages. The caller knows where the bytes are, under the same [`Key`].
 //!
-//! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it, and again only
-//! after a fence which shows that it did not arrive; chunk boundaries are multiples of 128 bytes; a message that waits
-//! for its receive never holds up another tag, nor small messages behind it.
+//! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it. It is handed out
+//! again only after a fence which shows that it did not arrive. Chunk boundaries are multiples of 128 bytes. A message
+//! that waits for its receive never holds up another tag, nor small messages behind it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -57,7 +57,8 @@ pub(crate) struct Landed {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// It stands for several chunks ([`SendCore::watch_landings`]): the lowest offset, the earliest beginning, the last stream.
+    /// The entry stands for several chunks ([`SendCore::watch_landings`]): the lowest offset, the earliest beginning, the last
+    /// stream.
     pub joined: bool,
     /// The message's number.
     pub message: u64,
@@ -68,7 +69,7 @@ pub(crate) struct Landed {
 }
 
 impl Landed {
-    /// With those of the same message that arrived before, all of which were stamped.
+    /// Combines it with the chunks of the same message that arrived before, all of which were stamped.
     fn and(self, before: Option<Self>) -> Self {
         before.map_or(self, |before| Self {
             offset: before.offset.min(self.offset),
@@ -91,7 +92,7 @@ pub struct Chunk {
     pub length: u32,
     /// Whether it was sent before, on a stream that died.
     pub again: bool,
-    /// Whether nothing waits for its acknowledgement, since it is copied when it has left.
+    /// Whether nothing waits for its acknowledgement, since the chunk is copied when it has left.
     pub copied: bool,
     /// The header to send before it.
     pub header: Header,
@@ -112,7 +113,7 @@ struct Message {
     /// of zero bytes.
     flying: u32,
     handed_out: bool,
-    /// What has arrived and is reported at the end.
+    /// The chunks that have arrived and are reported at the end.
     joined: Option<Landed>,
 }
 
@@ -123,7 +124,7 @@ struct Flight {
     length: u32,
     /// Bytes on the stream when it was handed out, itself included.
     queued: u64,
-    /// Bytes that the connection had delivered by then.
+    /// Bytes that the connection had delivered when the chunk was handed out.
     delivered: u64,
     /// When it was handed out, if that is needed ([`SendCore::stamp`]).
     began: Option<Ticks>,
@@ -138,13 +139,13 @@ impl Flight {
 }
 
 /// Frames of a stream that the kernel accepted completely, through all its epochs. The thread that holds the stream
-/// counts them, without the core: most messages need nothing else when they have left. If something else must be done
-/// it comes first, with the core locked: a frame that counts may be acknowledged at once, and its key is free then.
+/// counts them, without the core: most messages need nothing else when they have left. Anything else must be done
+/// before, with the core locked: a counted frame may be acknowledged at once, and its key is free then.
 #[derive(Debug, Default)]
 pub(crate) struct Written(AtomicU64);
 
 impl Written {
-    /// One more. By one thread at a time: no locked instruction.
+    /// Counts one more. Only one thread does this at a time, so no locked instruction is needed.
     #[inline]
     pub(crate) fn count(&self) {
         self.0.store(self.0.load(Ordering::Relaxed) + 1, Ordering::Release);
@@ -161,19 +162,19 @@ impl Written {
 struct Stream {
     live: bool,
     epoch: u16,
-    /// It broke, and the receiver has not yet reported how many frames it received.
+    /// The stream broke, and the receiver has not yet reported how many frames it received.
     unfenced: bool,
     /// Frames handed out.
     sent: u64,
-    /// Only what the kernel accepted completely can be acknowledged, whatever the peer sends.
+    /// Only frames that the kernel accepted completely can be acknowledged, whatever the peer sends.
     written: Arc<Written>,
     acked: u64,
     /// Those of them that take packets of full size, whatever the path's MTU.
     long: u64,
     /// Frames that the receiver acknowledged on this stream.
     acked_here: u64,
-    /// Frames that the receiver acknowledged on another stream. Those that the kernel accepted completely count; for
-    /// the others the thread that holds this stream may not have counted them yet.
+    /// Frames that the receiver acknowledged on another stream. Those that the kernel accepted completely count. The
+    /// thread that holds this stream may not have counted the others yet.
     claimed: u64,
     /// Bytes handed out since a chunk requested a prompt acknowledgement.
     unrequested: u64,
@@ -221,7 +222,7 @@ pub struct SendCore {
     each: bool,
     /// Chunks that have arrived, for a caller that wants them ([`SendCore::watch_landings`]).
     landed: Option<Vec<Landed>>,
-    /// Whether those of a message are reported as one.
+    /// Whether the chunks of a message are reported as one.
     joins: bool,
     /// The number of streams that were last started for a long message: chunks are cut for them.
     engaged: u64,
@@ -231,11 +232,11 @@ pub struct SendCore {
     last_short: Option<u64>,
     /// The receiver has reported that it has everything, and has closed.
     settled: bool,
-    /// The path's, when the connection was made.
+    /// The path's round trip when the connection was made.
     round_trip: Duration,
     /// The path is long: no message that fits a chunk is split, and its send ends when it has left.
     far: bool,
-    /// The longest message that travels eagerly, and what may be on the way of them.
+    /// The longest message that travels eagerly, and how many bytes of such messages may be on the way.
     eager_max: u64,
     eager_window: u64,
 }
@@ -274,9 +275,9 @@ impl SendCore {
         }
     }
 
-    /// The path is long ([`is_far`](super::limits::is_far)). If the peer takes more eager messages then ([`FEATURE_FAR`]), there is no
-    /// round trip to wait for at all: neither for the receive, nor for credit, nor for acknowledgements. To be called before
-    /// anything is posted.
+    /// The path is long ([`is_far`](super::limits::is_far)). If the peer then accepts more eager messages ([`FEATURE_FAR`]),
+    /// the sender never waits for a round trip: neither for the receive, nor for credit, nor for acknowledgements. To be called
+    /// before anything is posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
     pub(crate) fn go_far(&mut self, peer_has_room: bool) {
@@ -287,7 +288,7 @@ impl SendCore {
         }
     }
 
-    /// How far away the receiver is, which the windows of streams follow that are connected from now on.
+    /// Sets how far away the receiver is. The windows of streams that are connected from now on depend on it.
     pub(crate) fn set_round_trip(&mut self, round_trip: Duration) {
         self.round_trip = round_trip;
     }
@@ -299,7 +300,7 @@ impl SendCore {
     }
 
     /// From now on [`SendCore::take_landed`] returns which chunks have arrived. If it `joins` them, all of a message's
-    /// chunks are one entry, when the last has arrived; only stamped chunks are joined, and a resent chunk is an entry
+    /// chunks are one entry, when the last has arrived. Only stamped chunks are joined, and a resent chunk is an entry
     /// of its own.
     pub(crate) fn watch_landings(&mut self, joins: bool) {
         self.landed.get_or_insert_default();
@@ -313,8 +314,8 @@ impl SendCore {
         }
     }
 
-    /// The chunk that stream `index` was given last leaves now. Its duration is measured, if it is not too short to be
-    /// meaningful.
+    /// The chunk that stream `index` was given last leaves now. The time it takes is measured, unless it is too short
+    /// to be meaningful.
     #[inline]
     pub(crate) fn leaves(&mut self, index: usize, now: Instant) {
         if let Some(flight) = self.streams[index].flights.back_mut()
@@ -324,7 +325,8 @@ impl SendCore {
         }
     }
 
-    /// The receiver has acknowledged, on stream `index` itself, `frames` frames of it. To be called before it counts.
+    /// The receiver has acknowledged, on stream `index` itself, `frames` frames of it. To be called before the
+    /// acknowledgement counts.
     #[inline]
     pub(crate) fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
         let Some(stream) = self.streams.get_mut(index) else { return };
@@ -357,13 +359,13 @@ impl SendCore {
         stream.unrequested = 0;
         stream.unfenced = false;
         stream.epoch = epoch;
-        // It may come back over another rail.
+        // The stream may reconnect over another rail.
         (stream.window, stream.pace) = (Window::over(self.round_trip), Pace::default());
         self.count_others();
     }
 
-    /// Where the frames of the stream's present epoch are counted when they have left: by this or by
-    /// [`SendCore::written`].
+    /// The counter of frames that have left in the stream's present epoch. Its holder counts them, or
+    /// [`SendCore::written`] does.
     pub(crate) fn counts(&self, index: usize) -> Arc<Written> {
         Arc::clone(&self.streams[index].written)
     }
@@ -457,8 +459,8 @@ impl SendCore {
         Ok((key, admit))
     }
 
-    /// The query to send the receiver about a long message at once, if short ones came recently: a receiver of release 0.1
-    /// announces receives for long messages then only as the answer to a query.
+    /// The query to send the receiver about a long message at once, if short ones were posted recently. In that case a
+    /// receiver of release 0.1 announces receives for long messages only as the answer to a query.
     pub(crate) fn query_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;
@@ -482,7 +484,7 @@ impl SendCore {
         .collect()
     }
 
-    /// Whether a stream could take a chunk now, if it had room.
+    /// Whether there is a chunk that a stream with room could take now.
     #[inline]
     pub(crate) fn has_ready(&self) -> bool {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
@@ -506,9 +508,9 @@ impl SendCore {
     }
 
     /// Whether a thread that sends short messages should read what has come back on the first stream. Their requests are
-    /// done at once, so NCCL does not test them again; but the receiver acknowledges as it goes along, and a sender that
-    /// does not read that takes its credit for used up, and soon wants an acknowledgement of each message. Not at
-    /// every message while a receiver is behind.
+    /// done at once, so NCCL does not test them again. But the receiver acknowledges as it goes along. A sender that
+    /// does not read the acknowledgements considers its credit used up, and soon wants an acknowledgement of each
+    /// message. While a receiver is behind, this is not true for every message.
     #[inline]
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
@@ -558,10 +560,10 @@ impl SendCore {
         let &key = self.long.front()?;
         let message = &self.messages[key];
         let rest = message.length - message.assigned;
-        // Each chunk costs two system calls, and ever smaller parts of what is left would be many.
+        // Each chunk costs two system calls, and ever smaller shares of the remaining bytes would be many chunks.
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
         let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
-        // What travels eagerly is one frame; and a small remainder is not worth one of its own.
+        // An eager message is one frame, and a small remainder is not worth a frame of its own.
         let whole = message.eager || self.far && message.length <= EAGER_MAX_FAR;
         let length = if whole || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
@@ -581,14 +583,14 @@ impl SendCore {
     }
 
     /// How large a chunk should be: the ready bytes spread over all streams, within bounds. NCCL waits for whole
-    /// messages and keeps eight in flight per channel, so what counts is how soon each one is complete: every stream
-    /// gets a part at once.
+    /// messages and keeps eight in flight per channel. So each one should be complete early: every stream gets a part
+    /// at once.
     fn chunk_size(&self, streams: u64) -> u64 {
         let even = self.ready(4).div_ceil(streams).next_multiple_of(PAGE);
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to set going for `bytes` more of long messages: those with the least on the way. The first stream is not among
+    /// The streams to start for `bytes` more of long messages: those with the least on the way. The first stream is not among
     /// them, unless the path is long.
     ///
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
@@ -607,7 +609,7 @@ impl SendCore {
         let lags = |index: &u8| !stream(index).has_room() || !apart && stream(index).pace.is_slow(best);
         order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes, *index));
         if apart {
-            // What travels eagerly is one frame.
+            // An eager message is one frame.
             let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
             return (order, live.min(chunks as usize));
         }
@@ -632,9 +634,9 @@ impl SendCore {
         live.map(|(index, stream)| (index, stream.pace)).min_by_key(|(_, pace)| *pace).unwrap_or_default()
     }
 
-    /// Whether what is ready is left to the other streams: this one is slow, and would take longer for its next chunk than they
-    /// for all of it. The fastest is named then as one to wake ([`SendCore::take_roomy`]): the stream that was woken for
-    /// a message may have become slow since, and no other stream knows of it.
+    /// Whether this stream leaves the ready bytes to the other streams: it is slow, and would take longer for its next chunk
+    /// than the others for all bytes. The fastest is then named as one to wake ([`SendCore::take_roomy`]). The stream that was
+    /// woken for a message may have become slow since, and no other stream knows of the message.
     fn leaves_to_others(&mut self, index: usize) -> bool {
         let stream = &self.streams[index];
         if index == 0 || self.each || !stream.pace.is_doubtful() || self.long.is_empty() {
@@ -646,7 +648,8 @@ impl SendCore {
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
             self.roomy |= 1 << fastest;
-            // It may have stalled once and be well again, and where it is woken for each message nothing else resets its pace.
+            // The stream may have stalled once and recovered, and where it is woken for each message nothing else resets its
+            // pace.
             self.streams[index].pace.forget();
         }
         is_better_left
@@ -674,20 +677,21 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        // A chunk that is copied for a possible resend is done as soon as the kernel took it. With one stream, so on
-        // small machines: a copy of 64 KiB that the processor has just read takes about 3 µs. An acknowledgement costs
-        // the receiver a system call before it can go on, and the sender one for each poll for it. Where a connection
-        // has workers: all that NCCL's thread sends itself. A message that workers send is done when it is
-        // acknowledged: the acknowledgement then delays no other message. It also empties the stream before the next
-        // message comes, which then finds a worker awake.
+        // A chunk that is copied for a possible resend is done as soon as the kernel took it. With one stream, as on
+        // small machines, this holds up to 64 KiB: to copy that many bytes that the processor has just read takes about
+        // 3 µs. An acknowledgement costs the receiver a system call before it can continue, and the sender one for each
+        // poll for it. Where a connection has workers, this holds for all messages that NCCL's thread sends itself. A
+        // message that workers send is done when it is acknowledged: the acknowledgement then delays no other message.
+        // It also empties the stream before the next message comes, which then finds a worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
         let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
         let copied = self.recovery && !again && kept;
-        // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all of a
-        // message that is split. Three other cases request a prompt acknowledgement: a resend (whose request may wait
-        // for nothing else), a stream that has taken much since, and a window or credit that runs low.
+        // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all chunks of a
+        // split message. Three other cases request a prompt acknowledgement. One is a resend, whose request may wait
+        // for nothing else. The others are a stream that has sent much since the last request, and a window or credit
+        // that runs low.
         let split = self.recovery && u64::from(flight.length) < message.length;
         let awaited = self.recovery && !copied && (!split || self.each);
         let stream = &mut self.streams[index];
@@ -736,8 +740,8 @@ impl SendCore {
         self.take_credit_back(credit)
     }
 
-    /// The receiver acknowledged `counts` frames of the streams, the first one's first, by whatever stream. To be followed by
-    /// [`SendCore::acknowledge`] for that one.
+    /// The receiver acknowledged `counts` frames of the streams, in order of their numbers, on any stream. To be followed by
+    /// [`SendCore::acknowledge`] for the stream that carried the acknowledgement.
     ///
     /// # Errors
     /// As there.
@@ -764,7 +768,7 @@ impl SendCore {
         if claims {
             let stream = &self.streams[index];
             let frames = stream.claimed.min(stream.written.frames());
-            // Reported together with other streams' frames: that gives no rate for this one.
+            // The count arrived together with other streams' frames, so it gives no rate for this stream.
             self.land(index, frames, false, done);
         }
         claims
@@ -811,15 +815,16 @@ impl SendCore {
         Ok(())
     }
 
-    /// The streams, a bit each, that must check what is ready. Those that had no room for it and have got it since the
-    /// last time: their own sockets may have reported nothing, since what one stream carried is acknowledged on others
-    /// as well, and a worker that found no room sleeps. And the one to which a slow stream has left it.
+    /// The streams, a bit each, that must check what is ready. Those that had no room for it and have room since the
+    /// last call. Their own sockets may have reported nothing: frames of one stream are acknowledged on others as well,
+    /// and a worker that found no room sleeps. It also names the stream to which a slow stream has left the work.
     #[inline]
     pub(crate) fn take_roomy(&mut self) -> u32 {
         std::mem::take(&mut self.roomy)
     }
 
-    /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: and has just got them.
+    /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: it has just received
+    /// them.
     fn land(&mut self, index: usize, frames: u64, timed: bool, done: &mut Vec<Key>) {
         let carriers = self.carriers();
         let had_room = self.streams[index].has_room();
@@ -827,7 +832,7 @@ impl SendCore {
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
-            // So many bytes need packets of full size: more than an MTU of 9000 holds.
+            // This many bytes need packets of full size: more than an MTU of 9000 holds.
             stream.long += u64::from(flight.length >= 16 << 10);
             if let Some(landed) = &mut self.landed {
                 let Flight { key, offset, length, began, .. } = flight;
@@ -862,7 +867,7 @@ impl SendCore {
         }
     }
 
-    /// The receiver posted the `order`-th receive with `tag`. Returns the message that became ready by that.
+    /// The receiver posted the `order`-th receive with `tag`. Returns the message that is ready now.
     ///
     /// # Errors
     /// A usage error when the waiting message is longer; a remote error when the peer runs too far ahead.
@@ -881,9 +886,9 @@ impl SendCore {
             return Ok(Some(key));
         }
         let next = self.tags.peek(tag);
-        // A clear-to-send for a message that was short enough to go without it has no effect.
+        // A clear-to-send has no effect for a message that was short enough to be sent without it.
         if order >= next {
-            // A repetition after a stream was lost takes no further place.
+            // A repetition after a lost stream takes no further place.
             let is_full = || self.cleared.len() >= MAX_POSTED as usize && !self.cleared.contains_key(&(tag, order));
             // How far the newest message of a tag may be ahead of its oldest unfinished one.
             let most_ahead = MAX_POSTED + max_early(EAGER_WINDOW);
@@ -1035,7 +1040,7 @@ mod tests {
         assert!(!send(&mut core, ACK_EVERY) && send(&mut core, POLL_EVERY));
     }
 
-    /// After streams come back all clear-to-sends are repeated, also when no more can be kept.
+    /// After streams reconnect the receiver repeats all clear-to-sends, also when the sender can keep no more.
     #[test]
     fn a_clear_to_send_that_comes_twice_needs_no_further_place() {
         let mut core = SendCore::new(true);
@@ -1120,10 +1125,10 @@ mod tests {
             posted += 1;
             key
         };
-        // As NCCL does: the oldest is tested first, and only its end makes room for another.
+        // As NCCL does: it tests the oldest first, and only the end of that one makes room for another.
         let mut posted: VecDeque<(Key, bool)> = VecDeque::new();
         (0..outstanding).for_each(|_| posted.push_back((post(&mut core), false)));
-        // When each path has sent all it was given, and the acknowledgements on the way: (time, stream, bytes).
+        // When each path has sent all its bytes, and the acknowledgements on the way: (time, stream, bytes).
         let mut free = vec![0; paths.len()];
         let mut acks: VecDeque<(u64, usize, u64)> = VecDeque::new();
         let mut frames = vec![0; paths.len()];
@@ -1178,7 +1183,7 @@ mod tests {
         assert_eq!(done.len(), 2);
     }
 
-    /// A sender whose message of three chunks is on three streams, and the kernel has taken the first and the last.
+    /// A sender whose message of three chunks is on three streams; the kernel has accepted the first and the last.
     fn split() -> SendCore {
         let mut core = SendCore::new(true);
         (0..4).for_each(|stream| core.stream_up(stream, 0));
@@ -1251,7 +1256,7 @@ mod tests {
         const CHUNK: u64 = CHUNK_MIN;
         assert_eq!(engaged(&mut with_ready(&[2 * CHUNK + 1]), 2 * CHUNK + 1), [1, 2, 3]);
         assert_eq!(engaged(&mut with_ready(&[3 * CHUNK; 3]), 3 * CHUNK), [1, 2, 3, 4]);
-        // It is cut for those that take it.
+        // The message is cut for the streams that take it.
         let mut core = with_ready(&[3 * CHUNK]);
         assert_eq!(engaged(&mut core, 3 * CHUNK), [1, 2, 3]);
         assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(CHUNK));
@@ -1261,7 +1266,7 @@ mod tests {
         assert_eq!(engaged(&mut core, 3 * CHUNK), [2, 3, 4, 1]);
         core.stream_down(2);
         assert_eq!(engaged(&mut core, 3 * CHUNK), [3, 4, 1]);
-        // What travels as one frame is for one stream.
+        // A message that travels as one frame is for one stream.
         let mut core = with_ready(&[]);
         for going in 1..=2 {
             core.post(EAGER_MAX, 0, true).unwrap();
@@ -1274,7 +1279,8 @@ mod tests {
             assert_eq!(engaged(&mut core, length), [first]);
             assert!(core.next_chunk(usize::from(first)).is_some());
         }
-        // One that is slow would hold it up; of very much it takes its part. The same of what travels eagerly.
+        // A slow stream would hold up a short message. Of a very long one it takes its part. The same holds for eager
+        // messages.
         assert_eq!(engaged(&mut with_slow(&[3 * CHUNK]), 3 * CHUNK), [2, 3, 4]);
         assert_eq!(engaged(&mut with_slow(&[8 * CHUNK]), 8 * CHUNK), [2, 3, 4, 1]);
         let mut core = with_slow(&[]);
@@ -1472,7 +1478,7 @@ mod tests {
 
     #[test]
     fn a_stream_over_200_ms_is_filled() {
-        // As much as a gigabit's stream gets of four.
+        // 60 bytes per µs: about half a gigabit per second.
         let used = used(&[Path { rate: 60, delay: 200_000 }], MESSAGE, 8);
         assert!(used > 0.9, "{used:.3}");
     }

@@ -49,8 +49,8 @@ use crate::session::wire::{self, Piece, send_all};
 /// Where a message's bytes are.
 struct Payload {
     data: *const u8,
-    /// A copy, with room for the header before it: the request was reported done and the buffer went back to NCCL,
-    /// so this is what is sent, again if need be.
+    /// A copy, with room for the header before it. The request was reported done and the buffer went back to NCCL, so
+    /// the message is sent, and resent, from this copy.
     replay: Option<Vec<u8>>,
     length: u64,
     /// Bytes that the kernel accepted for the first time.
@@ -59,7 +59,7 @@ struct Payload {
     ticket: Option<Ticket>,
 }
 
-// SAFETY: the transport may use the memory at `data` until the request ends (the promise of `isend`); the payload is only
+// SAFETY: the transport may use the memory at `data` until the request ends (the promise of `isend`). The payload is only
 // reached under the state's lock or while a chunk of it is unacknowledged.
 unsafe impl Send for Payload {}
 
@@ -78,9 +78,9 @@ pub(crate) struct State {
 struct Leaving {
     key: Key,
     length: u32,
-    /// A message of its own, so short that it is copied when it has left.
+    /// A whole message, so short that it is copied when it has left.
     copied: bool,
-    /// Its request may end then, so it must be recorded.
+    /// Its request may end then, so the end of the write must be recorded.
     ends: bool,
 }
 
@@ -144,7 +144,7 @@ pub(crate) struct Io {
     header: [u8; HEADER],
     sent: usize,
     /// There was more for this stream when `out` was taken, or a thread has requested a poll since. A thread that makes
-    /// more ready sets it, so without it no poll is needed when `out` has left.
+    /// more ready sets this flag, so without the flag no poll is needed when `out` has left.
     more: bool,
     /// Counts the frames that the kernel accepted completely.
     written: Arc<Written>,
@@ -157,9 +157,9 @@ pub(crate) struct Io {
     filled: usize,
     /// The chunk that is being sent, when it is reported to a profiler, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
-    /// What to report to the profiler when the kernel has accepted the first of it.
+    /// What to report to the profiler when the kernel has accepted the first bytes of the chunk.
     start_to_report: Option<(Ticket, events::Chunk)>,
-    /// And when the kernel has all of it, with which its request ends; since when.
+    /// What to report when the kernel has accepted all of the chunk, which ends its request; and the start time.
     leaving: Option<(Ticket, events::Chunk, Ticks)>,
     blocked: Option<Ticks>,
 }
@@ -250,7 +250,7 @@ impl Direction for Sending {
     }
 
     fn needs(state: &State, memory: Span) -> bool {
-        // What was copied is sent from the copy, and the buffer of an ended request is not read.
+        // A copied message is sent from the copy, and the buffer of an ended request is not read.
         let reads = |payload: &Payload| {
             let span = Span::new(payload.data.addr(), payload.length as usize);
             payload.ticket.is_some() && payload.replay.is_none() && span.meets(memory)
@@ -348,7 +348,7 @@ impl SendConn {
     }
 
     /// Confirms to the peer that this side has its welcome: from then on both have the connection. So this is the last
-    /// step that may fail: a peer with the confirmation would wait on this connection, and not on the one that is tried
+    /// step that may fail. A peer with the confirmation would wait on this connection, and not on the one that is tried
     /// next.
     ///
     /// # Errors
@@ -360,7 +360,8 @@ impl SendConn {
         let me: Arc<dyn ConnectingSide> = self.clone();
         self.net.remember_connecting(&me);
         if !self.recovery {
-            // The peer would take a stream that is dropped half-way, because the connection is closed again, for a failure.
+            // If the stream were dropped half-way because the connection is closed again, the peer would consider that a
+            // failure.
             return Ok(());
         }
         if self.net.may_grow_early() {
@@ -381,7 +382,7 @@ impl SendConn {
             header: [0; HEADER],
             sent: 0,
             more: false,
-            // Replaced by the core's when the epoch begins.
+            // The core's counter replaces this one when the epoch begins.
             written: Arc::default(),
             control: Vec::new(),
             parted: false,
@@ -423,8 +424,8 @@ impl SendConn {
         tag: i32,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
-        // A receiver that has said goodbye receives nothing any more; a short send would still be reported done. The
-        // acknowledgement of an earlier send may still be unread: then the connection fails when its streams have
+        // A receiver that has said goodbye receives nothing any more, but a short send would still be reported done.
+        // The acknowledgement of an earlier send may still be unread. Then the connection fails when its streams have
         // ended, not before.
         if self.health.is_peer_done() && self.requests.outstanding() == 0 {
             self.fail_silently(left_early(&self.peer));
@@ -443,7 +444,8 @@ impl SendConn {
         let posted_at = self.events.follow(ticket.slot, 0, profiler);
         // The number of a message that is done when it is posted.
         let mut done_as = None;
-        // A short message is sent in this call, when the first stream is free: taken before the state, as always.
+        // A short message is sent in this call if the first stream is free. As always, the stream is locked before the
+        // state.
         let mut held = if short { self.streams[0].hold() } else { None };
         let mut wish = WRITE;
         let posted = {
@@ -508,7 +510,7 @@ impl SendConn {
                 began,
             );
         }
-        // A short message is reported when it has left: that takes a tenth of its latency.
+        // A short message is reported only when it has left, because the report takes a tenth of its latency.
         if short && self.events.has_sink() && self.requests.is_done(ticket) {
             // SAFETY: inside isend.
             unsafe { self.events.settle(&self.requests, ticket) };
@@ -516,9 +518,9 @@ impl SendConn {
         Ok(Some(ticket))
     }
 
-    /// Whether workers send a message. Of eager messages, the longer ones are left to a worker that is awake: waking
-    /// one takes longer than sending the message here, and is worth it only if this thread has too much to do, or the
-    /// path is long: there one stream carries little.
+    /// Whether workers send a message. Of eager messages, the longer ones are left to a worker that is awake. Waking a
+    /// worker takes longer than sending the message here. It is worth it only if this thread has too much to do, or the
+    /// path is long and one stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
         length > OWN_MAX && (load::is_high() || length > INLINE_MAX && (self.own.far || self.streams[1].is_awake()))
@@ -548,7 +550,7 @@ impl SendConn {
             // SAFETY: the caller keeps the promise about the buffer.
             unsafe { state.copies.copy(data, length) }
         });
-        // A message that must wait for credit is not done: otherwise nothing would bound the copies.
+        // A message that must wait for credit is not done yet: otherwise nothing would bound the copies.
         let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
         if waits.is_none() {
             Counters::count(&self.counters.messages, 1);
@@ -564,8 +566,8 @@ impl SendConn {
     }
 
     /// Sends the receiver a query about messages that have waited a while. Receives of short messages are not
-    /// announced, so a message that is too long to go without, or that other tags' early messages have left without
-    /// credit, would otherwise wait for ever.
+    /// announced. Without a query, a message would wait for ever if it is too long to be sent unannounced, or if early
+    /// messages of other tags have used up the credit.
     fn query_receiver(&self) {
         let headers = {
             let mut state = self.state();
@@ -630,7 +632,7 @@ impl SendConn {
         let (streams, count) = self.state().core.engage(length);
         for &index in &streams[..count] {
             match index {
-                // NCCL's thread is here, or will be soon.
+                // NCCL's thread is in this call, or will be soon.
                 0 => {
                     self.run(0, WRITE);
                 }

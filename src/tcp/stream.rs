@@ -17,8 +17,8 @@ use crate::os::sync::{Mutex, MutexGuard, settle};
 pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
 pub(crate) const WRITE: u8 = 2;
-/// Request: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's
-/// request to look for something.
+/// Request: send the piece that was already taken. It has a bit of its own, so that it does not hide another thread's
+/// request to check for more.
 pub(crate) const SEND: u8 = 4;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
@@ -65,8 +65,8 @@ impl<Io> Default for Stream<Io> {
 }
 
 impl<Io> Stream<Io> {
-    /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
-    /// without the stream's lock when the step ends the stream.
+    /// Runs `step` with the given wishes, unless another thread holds the stream: then that thread will. `broken` is
+    /// called without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
     pub(crate) fn run<B>(
         &self,
@@ -77,8 +77,7 @@ impl<Io> Stream<Io> {
         self.run_held(self.hold(), wish, step, broken)
     }
 
-    /// As [`Stream::run`], with the stream in the caller's hands already, or with what [`Stream::hold`] returned
-    /// instead.
+    /// As [`Stream::run`], with the result of an earlier [`Stream::hold`].
     pub(crate) fn run_held<'a, B>(
         &'a self,
         held: Option<Held<'a, Io>>,
@@ -94,7 +93,7 @@ impl<Io> Stream<Io> {
         self.serve(held, wish, step, broken)
     }
 
-    /// Runs `step` with the given wishes if no other thread is at it.
+    /// Runs `step` with the given wishes if no other thread holds the stream.
     pub(crate) fn poll_once<B>(
         &self,
         wish: u8,
@@ -105,7 +104,7 @@ impl<Io> Stream<Io> {
         self.serve(Some(io), wish, step, broken)
     }
 
-    /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
+    /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: releasing it in another way may
     /// leave another thread's request unserved.
     pub(crate) fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
@@ -136,7 +135,7 @@ impl<Io> Stream<Io> {
                     break;
                 }
                 rounds += 1;
-                // Enough for other threads: the stream's worker goes on.
+                // The caller has served other threads long enough: the stream's worker continues.
                 if rounds > 8 {
                     self.wishes.fetch_or(wishes, Ordering::SeqCst);
                     return Ran::More;
@@ -147,7 +146,8 @@ impl<Io> Stream<Io> {
                     Step::More => return Ran::More,
                     Step::Broken(why) => {
                         let dead = io.take().expect("it was live");
-                        // With the socket, under its lock: a moment later the stream may be back, with a place of its own.
+                        // Taken together with the socket, under its lock: a moment later the stream may be connected
+                        // again, with a new registration.
                         let registration = self.registration().take();
                         drop(io);
                         drop(registration);
@@ -192,8 +192,8 @@ impl<Io> Stream<Io> {
         Ok(())
     }
 
-    /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
-    /// no thread accesses the stream's buffers any more, nor will one later.
+    /// As [`Stream::take`], and no socket follows: one that arrives later for this stream is not used. When this returns no
+    /// thread accesses the stream's buffers any more, nor will one later.
     pub(crate) fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);
@@ -214,8 +214,8 @@ impl<Io> Stream<Io> {
         }
     }
 
-    /// Whether the stream's worker is looking for work at this moment, or about to: another thread may be waking it.
-    /// Never waits. False without a socket.
+    /// Whether the stream's worker is polling at this moment, or about to: another thread may be waking it. Never
+    /// waits. False without a socket.
     pub(crate) fn is_awake(&self) -> bool {
         match self.registration.try_lock() {
             Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
@@ -230,8 +230,9 @@ impl<Io> Stream<Io> {
         self.take_if(|| Some(())).flatten()
     }
 
-    /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
-    /// is to be held meanwhile, by which another epoch of the stream cannot begin in between. None when it is not.
+    /// As [`Stream::take`], if that is still wanted when the thread that used the stream has released it. `wanted`
+    /// returns the lock to hold meanwhile, which keeps another epoch of the stream from beginning in between. None when
+    /// it is not.
     pub(crate) fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
         let mut held = self.lock();
         let meanwhile = wanted()?;
@@ -258,7 +259,7 @@ impl<Io> Stream<Io> {
         done
     }
 
-    /// After the stream was locked: leaves what others wished for meanwhile to its worker.
+    /// After the stream was locked: leaves the requests that other threads made meanwhile to its worker.
     fn pass_wishes(&self) {
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {

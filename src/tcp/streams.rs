@@ -1,4 +1,4 @@
-//! What is seen of all streams of a connection together.
+//! Checks of all streams of a connection together.
 
 use std::io;
 use std::net::IpAddr;
@@ -12,7 +12,7 @@ use crate::session::link::Sock;
 use crate::session::liveness::{self, Finding, LivenessMonitor, SILENCE, TcpSample};
 use crate::session::peer::lost;
 
-/// The result of checking all streams.
+/// The result of such a check.
 pub(super) struct Checked {
     /// Streams on which nothing comes back, and for how long.
     pub(super) silent: Vec<(usize, Duration)>,
@@ -23,8 +23,8 @@ pub(super) struct Checked {
 }
 
 impl<D: Direction> Connection<D> {
-    /// Checks whether something comes back on each stream; `each` sees what the kernel reports of it. None when nothing
-    /// has come back on any for so long that the connection has failed.
+    /// Checks whether something comes back on each stream; `each` gets the kernel's report of the stream. None when
+    /// nothing has come back on any for so long that the connection has failed.
     pub(super) fn check_streams(
         &self,
         now: Instant,
@@ -62,7 +62,7 @@ impl<D: Direction> Connection<D> {
         Some(checked)
     }
 
-    /// Makes the kernel send what is pending, where nothing has moved for a few milliseconds ([`standstill`](super::standstill)).
+    /// Makes the kernel send pending data where nothing has moved for a few milliseconds ([`standstill`](super::standstill)).
     pub(super) fn push_if_stuck(&self) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let moved = count(&self.counters.chunks) + count(&self.counters.messages);

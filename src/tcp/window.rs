@@ -20,10 +20,10 @@ use crate::engine::schedule::constants::{
 
 /// How long a stream takes for what is on it, in nanoseconds for 1024 bytes.
 ///
-/// The window says which share of many bytes a stream carries. For a message now and then that says nothing: it may travel
-/// on one stream alone, and eight of them are carried evenly by all streams if the seven others wait for the slowest. So
-/// this measures time. Measured on four streams of one rail, of which one had 100 Mbit/s and the others 3.4 Gbit/s
-/// together: a message of 128 KiB by itself took 5.5 ms where that was the first stream, and 0.2 ms now.
+/// The window shows which share of many bytes a stream carries. For a message now and then that share proves nothing:
+/// it may travel on one stream alone. And all streams carry eight such messages evenly if the seven others wait for the
+/// slowest. So the pace measures time. Measured on four streams of one rail, of which one had 100 Mbit/s and the others
+/// 3.4 Gbit/s together. A message of 128 KiB by itself took 5.5 ms where that was the first stream, and 0.2 ms now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Pace(u64);
 
@@ -35,13 +35,13 @@ impl Pace {
         self.0 = (3 * self.0 + sample) / 4;
     }
 
-    /// Whether it may be [slow](Self::is_slow) at all: the cheap question.
+    /// Whether the stream may be [slow](Self::is_slow) at all: a cheap check.
     #[inline]
     pub(super) fn is_doubtful(self) -> bool {
         self.0 > SLOW * FAST
     }
 
-    /// Whether a message had better take another stream, where the best one has that pace.
+    /// Whether a message should take another stream, given the pace of the best one.
     pub(super) fn is_slow(self, best: Self) -> bool {
         self.0 > SLOW * best.0.max(FAST)
     }
@@ -51,7 +51,7 @@ impl Pace {
         self.0 -= self.0 / FORGET;
     }
 
-    /// How long this many bytes take, in units of their own: for comparison.
+    /// How long this many bytes take, in arbitrary units: for comparison only.
     pub(super) fn time(self, bytes: u64) -> u64 {
         self.0.max(FAST).saturating_mul(bytes)
     }
@@ -95,7 +95,8 @@ impl Window {
         let even = self.full * streams * LAG_PERCENT / 100;
         let wanted = u128::from(even) * u128::from(own) / u128::from(all.max(1));
         let wanted = wanted.min(self.full.into()) as u64;
-        // A quarter of the way at a time: one chunk proves little, since workers and acknowledgements come in bursts.
+        // The window moves a quarter of the way at a time: one chunk proves little, since workers and acknowledgements
+        // run in bursts.
         self.bytes = ((3 * self.bytes + wanted) / 4).clamp(WINDOW_MIN, self.full);
     }
 }
@@ -125,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_only_its_window_holds_back_grows() {
-        // A long way: all that is on it arrives once in a round trip, so each stream delivers what its window allows.
+        // A long path: all bytes on it arrive once in a round trip, so each stream delivers what its window allows.
         let mut window = Window { bytes: WINDOW_MIN, ..Window::default() };
         for _ in 0..80 {
             let own = window.bytes();
@@ -141,7 +142,7 @@ mod tests {
             (0..20).for_each(|_| pace.took(Duration::from_micros(elapsed), bytes));
             pace
         };
-        // A message by itself whose threads slept, and two megabytes at 1 GB/s.
+        // A single message whose threads slept, and two megabytes at 1 GB/s.
         let (alone, among) = (of(300, 128 << 10), of(2300, 2 << 20));
         assert!(!alone.is_slow(among) && !among.is_slow(alone) && !alone.is_doubtful());
         // 100 Mbit/s.

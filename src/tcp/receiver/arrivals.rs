@@ -1,4 +1,4 @@
-//! The door of a listener: makes its new connections, which wait for `accept`.
+//! Makes a listener's new connections, which wait for `accept`.
 
 use std::sync::{Arc, Weak};
 
@@ -19,7 +19,7 @@ pub(crate) struct Arrivals {
 }
 
 impl Arrivals {
-    /// None yet.
+    /// A listener without connections.
     pub(crate) fn new(net: Arc<Net>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self { me: me.clone(), net, queue: AcceptQueue::new() })
     }

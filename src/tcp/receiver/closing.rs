@@ -17,8 +17,8 @@ impl RecvConn {
         self.closing.store(true, Ordering::Release);
         // For a sender whose streams die before the goodbye reaches it.
         self.net.remember_closed(&self.link, self.own.completed.load(Ordering::Relaxed));
-        // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order. They
-        // have a second to leave.
+        // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads the streams in any
+        // order. The goodbyes have a second to leave.
         let start = Instant::now();
         while start.elapsed() < CLOSE_PATIENCE / 2 && !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
@@ -33,7 +33,7 @@ impl RecvConn {
     }
 
     /// Ends a connection whose listener was closed before the peer's confirmation arrived: the peer considers it
-    /// established, and is notified. Nothing here waits, so the control thread may call it.
+    /// established, and is notified. This never waits, so the control thread may call it.
     pub(crate) fn turn_away(&self) {
         self.closing.store(true, Ordering::Release);
         self.fail(Error::remote("the listener was closed before the connection was accepted"));
@@ -41,9 +41,9 @@ impl RecvConn {
         self.net.forget(self.link.connection);
     }
 
-    /// Reports before the goodbye how many frames were received on streams that are away. Their last acknowledgements
-    /// may be lost, and the sender would take received frames for lost. Without any stream it waits up to 4 s for one
-    /// to come back; all closes towards a peer process that does not answer share this time.
+    /// Reports before the goodbye how many frames were received on streams that are not connected. Their last
+    /// acknowledgements may be lost, and the sender would consider received frames lost. Without any stream it waits up
+    /// to 4 s for one to reconnect; all closes towards a peer process that does not answer share this time.
     pub(super) fn send_final_state(&self) {
         let start = Instant::now();
         let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + 2 * CLOSE_PATIENCE;

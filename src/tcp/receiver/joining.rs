@@ -1,4 +1,4 @@
-//! What the session requests of a receiving connection: streams that are added, and streams that come back.
+//! What the session requests of a receiving connection: to add streams, and to reconnect lost ones.
 
 use std::io;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl RecvConn {
     }
 
     /// Whether the first epoch of the first stream may begin: neither the connection nor that epoch is over. The epoch
-    /// is over when the peer has come back over another socket.
+    /// is over when the peer has reconnected over another socket.
     fn awaits_first(&self) -> bool {
         !self.is_over() && !self.state().core.has_ended(0, 0)
     }
@@ -49,7 +49,8 @@ impl RecvConn {
         lock(&self.own.waiting).take()
     }
 
-    /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
+    /// Returns a guard that counts as a stream until it is dropped. If no other stream is connected by then, this side
+    /// waits for the peer.
     pub(super) fn hold_open(&self) -> impl Drop + '_ {
         struct Open<'a>(&'a RecvConn);
         impl Drop for Open<'_> {
@@ -68,7 +69,7 @@ impl RecvConn {
 
 impl ListeningSide for RecvConn {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
-        // One epoch ends before the other begins, and it may have been the last stream.
+        // One epoch ends before the next begins, and this may have been the last stream.
         let _open = self.hold_open();
         let not_now = joining.not_now();
         let Joining { stream: index, epoch, sock, welcome } = joining;
@@ -85,7 +86,7 @@ impl ListeningSide for RecvConn {
         !self.is_over() && lock(&self.inquiry).as_ref().is_some_and(|inquiry| inquiry.since() == since)
     }
 
-    /// Each time the next, since the sender may know of some.
+    /// Names the next lost stream in each call, since the sender may already know of some.
     fn lost_epoch(&self, turn: usize) -> (u16, u16) {
         let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
         let state = self.state();
@@ -101,7 +102,7 @@ impl Opening for RecvConn {
     }
 
     fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()> {
-        // Unless the peer has lost this socket in the meantime and come back over another. A further stream may have
+        // Unless the peer has lost this socket in the meantime and reconnected over another. A further stream may have
         // arrived before this confirmation, and the listener may already have the connection.
         if !self.awaits_first() {
             return Ok(());

@@ -45,7 +45,8 @@ impl RecvConn {
         if more { Step::More } else { Step::Settled(moved) }
     }
 
-    /// Reads until nothing is left or the share is used up: (whether anything came, whether more may be there).
+    /// Reads until nothing is left or the share is used up. Returns (whether anything arrived, whether more may be
+    /// there).
     fn read(&self, index: usize, io: &mut Io) -> std::result::Result<(bool, bool), Broken> {
         if io.seal.is_some() {
             return self.read_sealed(index, io);
@@ -79,10 +80,10 @@ impl RecvConn {
             if placed > 0 {
                 self.placed(index, io, placed);
             }
-            // A short read means that the socket has no more bytes: saves the call that would show that, unless a frame is
-            // still open, whose rest has probably arrived. The end of the stream may be behind them all the same. NCCL's
-            // thread and the control thread poll the first stream again; a worker polls again only when the kernel reports
-            // something new, and it reports bytes and an end that it finds together only once.
+            // A short read means that the socket has no more bytes, which saves the call that would show that. The
+            // exception is an open frame, whose rest has probably arrived. The end of the stream may still follow. NCCL's
+            // thread and the control thread poll the first stream again. A worker polls again only when the kernel reports
+            // something new. If bytes and an end are there together, the kernel reports them only once.
             if index == 0 && bytes < wanted && matches!(io.body, Body::None) {
                 self.take_frames(index, io).map_err(Broken::Fatal)?;
                 if matches!(io.body, Body::None) {
@@ -92,13 +93,13 @@ impl RecvConn {
         }
     }
 
-    /// Whether the end of this stream was intended by the peer. It sends a goodbye on each stream: one that ends
-    /// without may have lost something, which is resent.
+    /// Whether the peer intended the end of this stream. The peer sends a goodbye on each stream. A stream that ends
+    /// without one may have lost data, which is resent.
     pub(super) fn has_parted(&self, io: &Io) -> bool {
         io.received_goodbye || !self.recovery && self.health.is_peer_done()
     }
 
-    /// Removes from the socket what was only peeked at. False: not all of it now.
+    /// Removes the peeked bytes from the socket. Returns false when some of them remain for now.
     fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
         let gone = wire::discard(io.sock.as_raw_fd(), io.peeked);
         let bytes = self.health.read(gone, self.has_parted(io), |error| self.starved(index, error))?;
@@ -248,7 +249,7 @@ impl RecvConn {
         }
     }
 
-    /// A chunk of a message in several is left to [`RecvConn::frame_ended`] if one note for all suffices.
+    /// If one note for all chunks of a message suffices, [`RecvConn::frame_ended`] writes it.
     #[inline]
     fn chunk_ended(&self, followed: &mut Option<Followed>) {
         let Some(Followed { part, chunk, began }) = *followed else { return };
@@ -270,7 +271,7 @@ impl RecvConn {
                 None => state.joined.push((part, chunk, began)),
             }
         }
-        // Each byte once, when it is here: with the sender's count this shows what is under way.
+        // Each byte counts once, on arrival. Together with the sender's count this shows how many bytes are under way.
         Counters::count(&self.counters.bytes, state.core.open_length(index));
         match state.core.end(index) {
             End::More | End::Staged => {}
@@ -295,7 +296,7 @@ impl RecvConn {
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
         if self.events.has_sink() {
-            // It arrived before its request was made: all that can be reported is that it is here.
+            // The message arrived before its request was made, so only its arrival can be reported.
             self.events.chunk_begins(part.slot, usize::from(part.part), &profiled(&head, index));
         }
         self.complete(state, part, total);
@@ -327,7 +328,7 @@ impl RecvConn {
                 }
                 if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
                     io.parted = true;
-                    // So that the sender knows, should acknowledgements be lost.
+                    // This informs the sender if acknowledgements are lost.
                     let total = self.own.completed.load(Ordering::Relaxed) + 1;
                     io.out.extend_from_slice(&Header { total, ..Header::of(Type::Bye, 0) }.encode());
                 }
@@ -355,7 +356,7 @@ impl RecvConn {
     }
 }
 
-/// Adds a chunk that began at `began` to what has come of its message so far.
+/// Adds a chunk that began at `began` to the chunks of its message that have arrived so far.
 fn join((so_far, first): (&mut Chunk, &mut Ticks), chunk: &Chunk, began: Ticks) {
     so_far.offset = so_far.offset.min(chunk.offset);
     so_far.length += chunk.length;

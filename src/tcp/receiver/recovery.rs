@@ -1,4 +1,4 @@
-//! Streams that end, and come back: what is reported about it, and how long this side waits for the sender.
+//! Streams that end and reconnect: what is reported about them, and how long this side waits for the sender.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::tcp::stream::READ;
 use crate::tcp::streams::Checked;
 
 impl RecvConn {
-    /// A stream was lost. The sender connects it again; it may not know yet.
+    /// A stream was lost. The sender connects it again, but may not have noticed the loss yet.
     pub(super) fn await_return(&self, index: usize, epoch: u16, left: usize, error: &io::Error) {
         tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
         // If no stream is left to send this on, the next one that returns carries it.
@@ -33,8 +33,8 @@ impl RecvConn {
         self.call_control_thread();
     }
 
-    /// Whether the sender's absence matters: once it has said goodbye on a stream, only to requests that still wait for
-    /// something that may arrive.
+    /// Whether the sender's absence matters. Once the sender has said goodbye on a stream, it matters only to requests
+    /// that still wait for data that may arrive.
     fn is_missed(&self) -> bool {
         !self.health.is_peer_done() || self.requests.outstanding() > 0 && !self.has_everything()
     }
@@ -47,14 +47,14 @@ impl RecvConn {
         }
     }
 
-    /// All streams are gone. The sender connects again if it is alive and has noticed; it is called, which shows
-    /// whether it is alive ([`crate::session::lifeline`]). How much its silence, or a refusal, proves depends on what
-    /// was seen: an end of file or a reset came over a working path, unless the network is in trouble.
+    /// All streams are gone. The sender connects again if it is alive and has noticed. A lifeline call shows whether it
+    /// is alive ([`crate::session::lifeline`]). How much the sender's silence, or a refusal, proves depends on how the
+    /// streams ended. An end of file or a reset came over a working path, unless the network is in trouble.
     pub(super) fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
         let one_by_one = lock(&self.monitors).iter().any(|monitor| monitor.is_long_away(now));
-        // For ten seconds a sign of trouble in the network explains why the peer is away.
+        // For ten seconds a sign of trouble in the network explains why the peer is not connected.
         let recently = |at: Instant| now - at < Duration::from_secs(10);
         let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(recently);
         let refused_for = match self.ended.refused_for(now, error) {
@@ -67,7 +67,7 @@ impl RecvConn {
         let some_refused_for = self.ended.some_refused_for(now);
         let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, paths };
         *lock(&self.inquiry) = Some(PeerInquiry::new(now, terms, lost(error).with_peer(&self.peer)));
-        // Another thread may have brought a stream back before that was reported.
+        // Another thread may have reconnected a stream before the loss was reported.
         if self.health.live() > 0 {
             *lock(&self.inquiry) = None;
             return;
@@ -77,7 +77,7 @@ impl RecvConn {
     }
 
     /// A stream ended like those of a dying process, and others are still connected as far as is known. To be called
-    /// before anything is sent on these: an answer to that has arrived since.
+    /// before anything is sent on the others: an answer to that then arrives after the suspicion began, and refutes it.
     fn suspect_peer(&self, error: &io::Error) {
         let now = Instant::now();
         {
@@ -117,8 +117,8 @@ impl RecvConn {
     }
 
     /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: the sender
-    /// connects again, and if the path comes back first, everything continues as before. The exception: other streams
-    /// have just ended like those of a dying process. Then the sender is called over all rails, including these.
+    /// reconnects, and if the path recovers first, everything continues as before. The exception: other streams have
+    /// just ended like those of a dying process. Then the sender is called over all rails, including these.
     fn lose_silent(&self, silent: &[(usize, Duration)]) {
         let now = Instant::now();
         *lock(&self.own.trouble) = Some(now);
@@ -137,9 +137,9 @@ impl RecvConn {
 
     /// Gives up a stream while others are connected, and notifies the sender, which may not know.
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
-        // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
-        // stream is waited for: the thread that holds it now may not poll again before it is taken away. 64 shares are more
-        // than a socket holds.
+        // First reads the bytes that have arrived already: their sender may have closed, since this host's kernel has
+        // acknowledged them. This waits for the stream: the thread that holds it now may not poll again before the stream
+        // is taken away. 64 shares are more than a socket holds.
         for _ in 0..64 {
             if !self.run_held(Some(self.streams[index].lock()), index, READ) {
                 break;
@@ -152,8 +152,8 @@ impl RecvConn {
         self.send_fenced(index, epoch, frames);
     }
 
-    /// Reports how many frames of a fenced stream were received, and again what may have been lost on it. On every
-    /// stream, since some of them may not work either.
+    /// Reports how many frames of a fenced stream were received, and again what may have been lost on it. The report
+    /// goes over every stream, since some of them may not work either.
     pub(super) fn send_fenced(&self, index: usize, epoch: u16, frames: u64) {
         let fenced = std::iter::once(fenced((index, epoch, frames)));
         let state = self.state();
@@ -175,7 +175,7 @@ impl RecvConn {
             self.end_stream_epoch(index, io.epoch, true, None);
         }
         let frames = self.state().core.fence(index, epoch);
-        // Its acknowledgements for other streams may be lost: these send their own.
+        // Acknowledgements that this stream carried for other streams may be lost, so those streams send their own.
         for (index, stream) in self.streams.iter().enumerate() {
             if self.state().core.is_ack_due(index) {
                 stream.kick();
@@ -196,8 +196,8 @@ impl RecvConn {
         let fences = std::mem::take(&mut *lock(&self.own.fences));
         for Fence { index, epoch, requested } in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
-                // A stream that ended here was judged by its end. One that the sender gives up although it is well here
-                // did not deliver.
+                // A stream that ended on this side was judged by its end. A stream that the sender gives up although it
+                // works on this side did not deliver.
                 if requested {
                     *lock(&self.own.trouble) = Some(Instant::now());
                 }
@@ -240,13 +240,13 @@ mod tests {
     use crate::session::loopback;
     use crate::session::seal::Seal;
 
-    /// The thread that notices a break and the thread that admits the stream again both end the previous epoch,
-    /// whichever is first; the next epoch may then fail to begin, for example when the kernel refuses to watch its
-    /// socket.
+    /// The thread that notices a break and the thread that admits the stream again both end the previous epoch, in
+    /// either order. The next epoch may then fail to begin, for example when the kernel refuses to watch its socket.
     #[test]
     fn a_sender_whose_return_fails_half_way_is_waited_for_only_so_long() {
         let net = loopback::net(Config { reconnect_timeout: Duration::from_millis(100), ..Config::default() });
-        // No listening process to call: a peer that accepts a call is alive, and would be waited for.
+        // There is no listening process to call: this side would wait for a peer that accepts a call, since it is
+        // alive.
         let link = Link { remote: Vec::new(), ..loopback::link(&loopback::deaf()) };
         let conn = RecvConn::new(net, link, loopback::peer());
         let (ours, _theirs) = loopback::sockets();
@@ -264,8 +264,8 @@ mod tests {
         loopback::wait_until("the receive waits for ever", || conn.test(ticket).is_err());
     }
 
-    /// The sender may not have seen a stream end whose end has arrived here, and the frame that reported it may be lost
-    /// with the stream that carried it. What the sender believes to be under way would then never arrive.
+    /// A stream may have ended on this side without the sender noticing, and the frame that reported the end may be
+    /// lost with the stream that carried it. Data that the sender believes to be under way would then never arrive.
     #[test]
     fn a_stream_that_comes_back_brings_word_of_those_that_ended() {
         let net = loopback::net(Config::default());
@@ -300,9 +300,9 @@ mod tests {
         conn.close();
     }
 
-    /// The sender sends a goodbye on each stream. The goodbye on one does not excuse the end of another: what was on
-    /// that one is resent, and the receive waits for it, unless all messages have arrived: then it was a stream that
-    /// was just being connected, and it does not come back.
+    /// The sender sends a goodbye on each stream. The goodbye on one stream does not excuse the end of another. The
+    /// sender resends the data of that other stream, and the receive waits for it. If all messages have arrived, that
+    /// stream was just being connected, and it does not reconnect.
     #[test]
     fn a_goodbye_on_one_stream_excuses_the_end_of_another_only_when_all_messages_have_come() {
         for (said, excused) in [(0, false), (2, false), (1, true)] {

@@ -1,5 +1,5 @@
 //! Reading a stream with checksums or encryption ([`crate::session::seal`]): no byte goes to its place before its whole
-//! chunk was checked.
+//! chunk has been checked.
 
 use std::os::fd::AsRawFd;
 
@@ -33,15 +33,15 @@ impl RecvConn {
             share = share.saturating_sub(bytes);
             sides.intake.filled(bytes);
             self.take_sealed(index, io)?;
-            // As in a plain stream: the first one is read again only while a frame is open.
+            // As on a plain stream: the first stream is read again only while a frame is open.
             if index == 0 && bytes < wanted && matches!(io.body, Body::None) {
                 return Ok((true, false));
             }
         }
     }
 
-    /// Takes what is whole and checked out of the bounce buffer. A chunk's header is checked against what was posted as
-    /// soon as it is there, its bytes are placed when all of them are.
+    /// Takes whole and checked frames out of the bounce buffer. A chunk's header is checked against the posted receives
+    /// as soon as it has arrived. Its bytes are placed when all of them have arrived.
     fn take_sealed(&self, index: usize, io: &mut Io) -> Result<(), Broken> {
         while let Some(sides) = &mut io.seal {
             match sides.intake.take() {

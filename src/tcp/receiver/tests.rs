@@ -1,4 +1,4 @@
-//! What a thread does with a stream that it has.
+//! Tests of what a thread does with a stream that it holds.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -27,7 +27,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     let _first = join(&conn, 0);
     conn.requests.take(1).expect("a slot is free");
     conn.close();
-    // As a handshake that had ended by then.
+    // As a handshake would that had ended by then.
     let _late = join(&conn, 1);
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
 }
@@ -61,13 +61,13 @@ fn workers_poll_longer_for_few_short_messages() {
     conn.close();
 }
 
-/// What no request waits for is acknowledged now and then; what a request waits for, at once.
+/// Frames that no request waits for are acknowledged now and then; frames that a request waits for, at once.
 #[test]
 fn what_no_request_waits_for_is_acknowledged_together() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
     let theirs = join(&conn, 0);
     theirs.set_nonblocking(true).expect("it can be set");
-    // So that the control thread does not poll, which it may just now.
+    // This keeps the control thread from polling, which it may do at this moment.
     let mut held = (0..).find_map(|_| conn.streams[0].hold()).expect("nobody has it for ever");
     let io = held.as_deref_mut().expect("it is connected");
     let mut number = 0;
@@ -145,7 +145,7 @@ fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
         let frames =
             [&header(number, POLLED | eager, total)[..], &bytes, &header(number + 1, EAGER, 8), &[9; 8]].concat();
         std::thread::scope(|scope| {
-            // In pieces that have nothing to do with frames or lines.
+            // In pieces that do not match frames or lines.
             scope.spawn(|| frames.chunks(50_001).for_each(|piece| theirs.write_all(piece).expect("it lives")));
             for ticket in [first, second] {
                 loopback::wait_until("it does not come", || conn.test(ticket).expect("it lives").is_some());
@@ -182,13 +182,13 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
         }
         let goodbye = Header { total: parts as u64 + 2, ..Header::of(Type::Bye, 0) };
         theirs.write_all(&goodbye.encode()).expect("it lives");
-        // A sender takes the acknowledgements in before it closes. A reset would throw away what is not read yet.
+        // A sender reads the acknowledgements before it closes. A reset would discard bytes that are not read yet.
         theirs.shutdown(std::net::Shutdown::Write).expect("it lives");
         loopback::wait_until("the end does not arrive", || conn.health.is_over());
         let outcome = conn.at_the_end(ticket).expect("all of it is here").expect("it is done");
         assert_eq!((outcome.parts, outcome.sizes[parts - 1]), (parts, 8));
         assert!(targets.iter().all(|target| *target == [7; 8]));
-        // Nor is what came early lost to a receive that is posted after the end.
+        // A receive that is posted after the end still gets a message that arrived early.
         let mut late = [0_u8; 8];
         // SAFETY: as above.
         let posted = unsafe { conn.irecv(&[(late.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
@@ -198,8 +198,8 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
     }
 }
 
-/// A worker is called once for what has arrived and for the end behind it: the kernel reports both together. Were the end
-/// left for the next poll, a receive would wait for ever for a peer that has gone.
+/// A worker is called once for bytes that have arrived and for the end behind them: the kernel reports both together. If
+/// the worker left the end for the next poll, a receive would wait for ever for a peer that has gone.
 #[test]
 fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
     let message = Header { flags: EAGER, length: 8, total: 8, epoch: 1, ..Header::of(Type::Data, 0) };
@@ -214,7 +214,7 @@ fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
         let (ours, mut theirs) = loopback::sockets();
         let registration = conn.register(1, &ours).expect("it is watched");
         conn.add_stream(1, 1, registration, ours, seal);
-        // The worker, which may have it now, finds it taken from then on.
+        // The worker may hold the stream now; from then on it finds the stream taken.
         let mut held = (0..).find_map(|_| conn.streams[1].hold()).expect("nobody has it for ever");
         let io = held.as_deref_mut().expect("it is connected");
         theirs.write_all(&last).expect("it lives");
@@ -230,8 +230,8 @@ fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
     }
 }
 
-/// The first stream is away when the connection fails. The sender must hear why over another, and not wait for a stream that
-/// does not come back.
+/// The first stream is away when the connection fails. The sender must receive the cause over another stream, and not wait
+/// for a stream that does not reconnect.
 #[test]
 fn a_failure_is_told_on_every_stream() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
@@ -255,8 +255,8 @@ fn a_failure_is_told_on_every_stream() {
     conn.close();
 }
 
-/// The receiver closes while a stream is just coming back. If it fenced that epoch, everything that arrives on it would
-/// violate the protocol.
+/// The receiver closes while a stream is just reconnecting. If the receiver fenced that epoch, everything that arrives
+/// on it would violate the protocol.
 #[test]
 fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());

@@ -1,4 +1,4 @@
-//! How a sender ends its connection: first everything that it reported done reaches the peer.
+//! How a sender ends its connection: first, all data that it reported done reaches the peer.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,7 +18,7 @@ use crate::tcp::stream::{READ, Stream, WRITE};
 /// The result of a goodbye.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
-    /// The peer's kernel has it all.
+    /// The peer's kernel has all data.
     Answered,
     /// The receiver's process takes too long, and there is no sign that anything is lost.
     Late,
@@ -39,7 +39,7 @@ struct Advance {
 }
 
 impl Advance {
-    /// As if the last progress had been at `since`.
+    /// A record as if the last progress had been at `since`.
     fn since(since: Instant, conn: &SendConn) -> Self {
         let mut advance = Self { at: since, looked: Instant::now(), frames: 0, bytes: [None; MAX_STREAMS] };
         advance.compare(conn);
@@ -75,11 +75,11 @@ impl Advance {
 }
 
 impl SendConn {
-    /// Lets everything that was reported done reach the peer, and says goodbye. It waits as long as the peer
-    /// acknowledges more, and for a limited time when it does not; the limit is longer when a path has just failed.
+    /// Lets all data that was reported done reach the peer, and says goodbye. It waits as long as the peer acknowledges
+    /// more, and for a limited time when the peer does not. The limit is longer when a path has just failed.
     pub(super) fn say_goodbye(&self) {
         let start = Instant::now();
-        // A peer that has answered on this connection since is not silent any more.
+        // A peer that has answered on this connection in the meantime is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
         let since = silent.filter(|since| !self.has_received_since(*since)).unwrap_or(start);
         let mut advance = Advance::since(since, self);
@@ -99,7 +99,7 @@ impl SendConn {
         }
     }
 
-    /// Nothing comes back on some stream. It is recovered as at any other time, and what was on it is resent.
+    /// Nothing comes back on some stream. It is recovered as at any other time, and its data is resent.
     fn recover(&self, advance: &mut Advance) {
         self.closing.store(false, Ordering::Release);
         self.begin_watch();
@@ -113,8 +113,8 @@ impl SendConn {
         }
     }
 
-    /// Whether closes towards this peer have used up their time: nothing has been acknowledged for too long. With bytes
-    /// unacknowledged that is `TOWLINE_PEER_TIMEOUT`, and not less than a recovery takes.
+    /// Whether closes towards this peer have used up their time: nothing has been acknowledged for too long. With
+    /// unacknowledged bytes the limit is `TOWLINE_PEER_TIMEOUT`, and not less than a recovery takes.
     fn is_spent(&self, advance: &mut Advance) -> bool {
         let pause = advance.pause(self);
         if pause < CLOSE_PATIENCE {
@@ -126,8 +126,8 @@ impl SendConn {
         pause >= if has_all { CLOSE_PATIENCE * 3 / 2 } else { self.net.config.peer_timeout.max(least) }
     }
 
-    /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only its process does
-    /// not read. The kernel then sends probes at intervals that double.
+    /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only the peer's
+    /// process does not read. This host's kernel then sends probes at intervals that double.
     fn is_answered_within(&self, time: Duration) -> bool {
         !self.is_in_doubt() && !self.samples().any(|sample| sample.outstanding && sample.silent >= time)
     }
@@ -149,8 +149,8 @@ impl SendConn {
     }
 
     /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
-    /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up at
-    /// that moment.
+    /// peer's kernel and the receiver have all data. Data that only the peer's kernel has is lost if the receiver gives
+    /// up the path at that moment.
     fn part(&self, advance: &mut Advance) -> Parting {
         let start = Instant::now();
         self.queue_goodbyes();
@@ -181,8 +181,8 @@ impl SendConn {
             }
             rest(start);
         }
-        // A stream that died in the meantime lost what was not acknowledged, and the remaining streams are closed for
-        // what must be resent.
+        // A stream that died in the meantime lost its unacknowledged data, and the remaining streams no longer accept
+        // data for a resend.
         match self.health.is_peer_done() || !self.is_in_doubt() {
             false => Parting::Silent,
             true if answered => Parting::Answered,
@@ -203,8 +203,9 @@ impl SendConn {
         }
     }
 
-    /// Ends the connection to a peer that has not answered for too long. It says goodbye, and waits for nothing: the kernel goes
-    /// on sending what it has taken, and a peer that goes on one day gets all of that. With requests in flight it is an abort.
+    /// Ends the connection to a peer that has not answered for too long. This side says goodbye and waits for nothing. The
+    /// kernel continues to send the data that it has accepted, and a peer that resumes one day gets all of that. With requests
+    /// in flight it is an abort.
     pub(crate) fn leave(&self) {
         if self.requests.outstanding() > 0 || self.health.is_failed() {
             return self.abandon();
@@ -229,7 +230,7 @@ impl SendConn {
         core.has_ready() || core.unfenced().iter().any(|(index, _)| core.in_doubt(*index))
     }
 
-    /// Streams that must come back so that lost data can be resent: all for which the receiver has not reported its
+    /// Streams that must reconnect so that lost data can be resent: all for which the receiver has not reported its
     /// count, or else any.
     fn away(&self) -> Vec<usize> {
         let core = &self.state().core;

@@ -37,10 +37,11 @@ impl SendConn {
         lock(&self.own.preferred_pairs)[index] = (offset % self.pairs()) as u8;
     }
 
-    /// Whether stream `index` must come back over the pair that it prefers: while it is connected over others, or other
-    /// streams carry the load. The first one is needed more urgently: short messages are faster with it.
+    /// Whether stream `index` must reconnect over the pair that it prefers. This holds while it is connected over
+    /// another pair, or while other streams carry the load. The first stream is needed more urgently: short messages
+    /// are faster with it.
     ///
-    /// A single stream is too few if there are several paths: its end may be seen by one side only, which could not
+    /// If there are several paths, a single stream is not enough: only one side may notice its end, and could not
     /// notify the other.
     fn keeps_to_preferred_pair(&self, index: usize) -> bool {
         let enough = if self.pairs() > 1 { 2 } else { 1 };
@@ -55,7 +56,7 @@ impl SendConn {
 }
 
 impl ConnectingSide for SendConn {
-    /// One that is being closed may still have to be brought back.
+    /// A stream of a connection that is being closed may still have to reconnect.
     fn goes_on(&self) -> bool {
         !self.health.is_failed()
     }
@@ -81,7 +82,7 @@ impl ConnectingSide for SendConn {
         *given
     }
 
-    /// What the stream's last epoch lost is resent.
+    /// Data that the stream's last epoch lost is resent.
     fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()> {
         let Joined { stream: index, epoch, received: frames, registration, sock, seal } = joined;
         let registration = registration.map_or_else(|| self.register_socket(index, &sock), Ok)?;
@@ -90,8 +91,8 @@ impl ConnectingSide for SendConn {
             return Err(Error::remote("another epoch of the stream was faster"));
         }
         // A stream that moves back to its own rails is still connected over others; the receiver has fenced that epoch
-        // by accepting this one. If its socket is missing, another thread has just noticed a break: in the core that
-        // epoch is over all the same, before the next begins.
+        // by accepting this one. If its socket is missing, another thread has just noticed a break. In the core that
+        // epoch ends in any case before the next begins.
         if let Some(io) = self.streams[index].take() {
             liveness::close_hard(&io.sock);
             self.health.stream_down();
@@ -103,9 +104,10 @@ impl ConnectingSide for SendConn {
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
         self.add_stream(index, epoch, registration, sock, seal);
-        // Queries about other streams may have been lost with all streams, and they may be away for long.
+        // Queries about other streams may have been lost with all streams, and those streams may stay disconnected for
+        // long.
         self.send_fences(index, &self.fences());
-        // Others that were given up may come now, too.
+        // Other streams that were given up may also reconnect now.
         (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
         Ok(())
     }
@@ -125,7 +127,7 @@ impl ConnectingSide for SendConn {
 impl Streams for SendConn {
     fn pair_for(&self, index: usize, attempt: usize, repair: bool) -> usize {
         let at = match (repair, self.keeps_to_preferred_pair(index)) {
-            // It is connected over other rails, and must move back to its own.
+            // The stream is connected over other rails, and must move back to its own.
             (true, _) if self.is_live(index) => index,
             (true, true) => self.preferred_pair(index),
             _ => self.preferred_pair(index) + attempt,
@@ -141,8 +143,9 @@ impl Streams for SendConn {
 
     fn register_socket(&self, index: usize, sock: &Sock) -> Result<Registration> {
         if self.own.far {
-            // Without a limit to what the kernel accepts and cannot send yet, the first stream takes all data. The
-            // others stay slow for seconds, since their congestion windows grow only with what they carry.
+            // Without a limit to the bytes that the kernel accepts before it can send them, the first stream takes all
+            // data. The others stay slow for seconds, since their congestion windows grow only with the data that they
+            // carry.
             liveness::hold_back_from(sock, 128 << 10);
         }
         self.register(index, sock)
@@ -180,7 +183,7 @@ impl Streams for SendConn {
         self.own.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
     }
 
-    /// The thread that saw the stream break found a repair under way, and left it to that one.
+    /// The thread that noticed the break found a repair under way, and left the stream to that repair.
     fn check_repair(&self, index: usize) {
         if !self.is_over()
             && self.state().core.is_down(index)
@@ -215,7 +218,7 @@ impl Streams for SendConn {
     }
 
     fn goes_without(&self, index: usize, error: &Error) {
-        // If all others are away too, this was already logged.
+        // If all other streams are disconnected too, this was already logged.
         if !self.is_over() && self.is_connected() {
             NOT_THERE.tell(|more| {
                 tracing::warn!(target: crate::os::log::NET, "stream {index} to {} could not be connected ({error}); going on with the others{more}", self.peer);

@@ -28,7 +28,7 @@ impl SendConn {
         let mut share = SEND_SHARE;
         let mut wishes = wishes;
         loop {
-            // The thread that requests a poll may know of more than there was when the present piece was taken.
+            // The thread that requests a poll may have made more ready since the present piece was taken.
             io.more |= wishes & WRITE != 0;
             if wishes & (WRITE | SEND) != 0 {
                 match self.write(index, io, &mut share) {
@@ -68,12 +68,12 @@ impl SendConn {
             }
             let Some(out) = &io.out else { return Ok(moved) };
             if let Some((ticket, chunk)) = io.start_to_report.take() {
-                // The state is not locked: others move data in the meantime. The request cannot end before its chunk
-                // has left.
+                // The state is not locked: other threads move data in the meantime. The request cannot end before its
+                // chunk has left.
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
             }
-            // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
-            // memory is the transport's.
+            // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so the
+            // transport may use its memory.
             match unsafe { out.send(io.sock.as_raw_fd(), &io.header, io.sent) } {
                 Err(error) if wire::is_shortage(&error) => {
                     self.starved(index, &error);
@@ -97,7 +97,8 @@ impl SendConn {
                     if io.sent < out.length() {
                         continue;
                     }
-                    // Copied only now, when its bytes are on their way already, and before the state is locked.
+                    // The copy is made only now, when the bytes are already on their way, and before the state is
+                    // locked.
                     let copy = self.copy_of(out);
                     let left = io.finished();
                     let to_book = left.filter(|left| left.ends);
@@ -115,8 +116,8 @@ impl SendConn {
                             self.events.chunk_over(&self.requests, ticket.slot, 0, &chunk, began);
                         }
                         self.chunk_written(&mut state, &left, copy);
-                        // Not before: what counts may be acknowledged, by another stream in another thread, too, and then
-                        // its message is over.
+                        // Not before: a counted frame may be acknowledged, also on another stream in another thread, and
+                        // then its message is over.
                         io.written.count();
                     }
                     self.settle_claims(&mut state, index);
@@ -166,8 +167,8 @@ impl SendConn {
             self.chunk_begins(state, index, io, &chunk);
         }
         if chunk.again {
-            // Noted while the state is locked: its message may be acknowledged at any time, having arrived the first
-            // time.
+            // Noted while the state is locked. The message of a resent chunk may be acknowledged at any time, since the
+            // first attempt may have arrived.
             if let Some((ticket, chunk)) = io.start_to_report.take() {
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
             }
@@ -186,14 +187,15 @@ impl SendConn {
         if let Some(copy) = &mut payload.replay {
             // SAFETY: the copy is ours, and all of the message.
             chunk.header.flags |= unsafe { polled::flag(Piece::of_mut(&mut copy[HEADER..])) };
-            // The epoch that carried the message before is over when it is resent, so the old header is not needed.
+            // The epoch that carried the message before is over when the message is resent, so the old header is not
+            // needed.
             chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
             io.more = state.core.has_ready();
             return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
         }
         leaving.copied = chunk.copied;
-        // A stream in the middle of longer messages checks again: others may have been posted for which no other stream
-        // was woken.
+        // A stream in the middle of longer messages checks again: other messages may have been posted for which no
+        // other stream was woken.
         io.more = true;
         // SAFETY: the core hands out ranges within the message.
         let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
@@ -225,8 +227,8 @@ impl SendConn {
         }
         let Some(ticket) = payload.ticket.take() else { return };
         if self.recovery && payload.replay.is_none() {
-            // What was sealed was not copied before.
-            // SAFETY: the request has not ended, so the buffer is the transport's.
+            // A sealed message was not copied before. SAFETY: the request has not ended, so the buffer is the
+            // transport's.
             payload.replay = Some(unsafe { COPIES.copy(payload.data, payload.length as usize) });
         }
         Counters::count(&self.counters.messages, 1);
@@ -261,7 +263,7 @@ impl SendConn {
         while io.filled - at >= HEADER {
             let bytes: &[u8; HEADER] = io.input[at..at + HEADER].try_into().expect("a header's worth");
             let header = Header::decode(bytes)?;
-            // Before its payload is waited for, for which there is no room here.
+            // Checked before waiting for the payload, for which this side has no room.
             if header.kind == Type::Data {
                 return Err(misdirected(Type::Data));
             }
@@ -333,8 +335,8 @@ impl SendConn {
         }
     }
 
-    /// A chunk goes out while a profiler is attached: remembers its request, unless that has ended already, and what to report
-    /// of it now.
+    /// A chunk goes out while a profiler is attached: remembers its request, unless that has already ended, and what to report
+    /// now.
     fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
         state.core.watch_landings(self.events.joins());
         let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };
@@ -368,7 +370,8 @@ impl SendConn {
             let path = index as u16;
             if let Some(began) = began {
                 let chunk = events::Chunk { offset, length, path, message, total, joined, ..events::Chunk::default() };
-                // A message's chunks arrive together, and reading the clock takes as long as the rest of a note.
+                // The clock is read once: a message's chunks arrive together, and reading it takes as long as the rest
+                // of a note.
                 let now = *now.get_or_insert_with(Ticks::now);
                 self.events.chunk_acknowledged(&self.requests, ticket.slot, &chunk, began, now);
             } else {

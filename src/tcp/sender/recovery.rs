@@ -1,4 +1,5 @@
-//! Streams that end and come back: which thread decides, what the sender requests from the receiver, what the control thread polls.
+//! Streams that end and come back: which thread decides, what the sender requests from the receiver, and what the control
+//! thread polls.
 
 use std::io;
 use std::sync::Arc;
@@ -19,15 +20,15 @@ use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::streams::Checked;
 
 impl SendConn {
-    /// A stream died under a connection that can continue: requests from the receiver, over another stream, how many of
-    /// its frames were received, and has it reconnected.
+    /// A stream died under a connection that can continue. Queries the receiver, over another stream, how many of its
+    /// frames were received, and starts to reconnect it.
     pub(super) fn repair(&self, index: usize, error: &io::Error) {
         tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
         if self.health.live() > 0 && self.pairs() > 1 && self.ended.is_recent(Instant::now()) {
             self.suspect_peer(error);
         }
-        // Also about those that died before, and on every stream: what was sent over this one may be lost, and others
-        // may not work either.
+        // The query also names streams that died before, and goes over every stream: frames on this one may be lost,
+        // and others may not work either.
         let fences = self.fences();
         (0..MAX_STREAMS).for_each(|other| self.send_fences(other, &fences));
         if self.health.live() == 0 {
@@ -41,8 +42,8 @@ impl SendConn {
         }
     }
 
-    /// An epoch of a stream ended. Returns whether the connection continues: not when streams connect again and again,
-    /// and nothing arrives over them for longer than the peer may stay away.
+    /// An epoch of a stream ended. Returns whether the connection continues. It does not when streams connect again and
+    /// again, and nothing arrives over them for longer than the peer may stay away.
     pub(super) fn still_delivers(&self, index: usize, error: &io::Error) -> bool {
         let (in_doubt, arrived) = {
             let state = self.state();
@@ -61,7 +62,7 @@ impl SendConn {
             _ => (End::Cut, self.net.config.reconnect_timeout),
         };
         let over = self.over_rail(index);
-        // Unlocked before anything else: a stream that is being connected locks it with the state.
+        // The lock is released before anything else: a stream that is being connected takes it together with the state.
         let lesson = lock(&self.own.deliveries).ended(index, Instant::now(), how, patience);
         match lesson {
             Lesson::None => true,
@@ -73,7 +74,7 @@ impl SendConn {
             }
             Lesson::Over(time) => {
                 self.fail_silently(in_vain(time).with_peer(&self.peer));
-                // Frames behind stuck data do not arrive. The end does, and the receiver then sends the query.
+                // Frames behind stuck data do not arrive, but the end of the stream does. The receiver then calls.
                 for io in self.streams.iter().filter_map(crate::tcp::stream::Stream::end) {
                     liveness::close_hard(&io.sock);
                     self.health.stream_down();
@@ -113,7 +114,7 @@ impl SendConn {
         self.streams[on].kick();
     }
 
-    /// The receiver has fenced a stream: one that died here too, or one that died there only.
+    /// The receiver has fenced a stream. It died on both sides, or only on the receiver's.
     pub(super) fn on_fenced(&self, header: &Header) -> Result<()> {
         let (index, epoch) = crate::session::peer::fenced_epoch(header)?;
         {
@@ -124,7 +125,7 @@ impl SendConn {
             }
             if state.core.is_live(index) {
                 drop(state);
-                // Another thread, or this one, holds the stream: the control thread, which holds none, takes it away.
+                // This thread or another one holds the stream. The control thread holds none, so it closes the stream.
                 lock(&self.own.condemned).push((index, epoch, header.total));
                 self.call_control_thread();
                 return Ok(());
@@ -152,8 +153,8 @@ impl SendConn {
         Ok(())
     }
 
-    /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
-    /// which everything continues as before; a reset or an end of file came over a working path.
+    /// All streams are gone. How long the peer may stay away depends on how the streams ended. Silence may be an
+    /// outage, after which everything continues as before. A reset or an end of file came over a working path.
     fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         let terms = Terms {
@@ -171,10 +172,10 @@ impl SendConn {
     }
 
     /// A stream ended like those of a dying process, and others are still connected as far as is known. To be called
-    /// before anything is sent on these: an answer to that has arrived since.
+    /// before anything is sent on the others: an answer to that then arrives after the suspicion began, and refutes it.
     fn suspect_peer(&self, error: &io::Error) {
         let lost = lost(error).with_peer(&self.peer);
-        // For a stream over other rails, which ones is not stored.
+        // The rails of a stream on another pair are not stored.
         let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_on_other_pair(*index));
         let left: Vec<usize> = left.map(|index| self.preferred_pair(index) % self.pairs()).collect();
         let suspicion = || PeerInquiry::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
@@ -233,7 +234,7 @@ impl SendConn {
         let now = Instant::now();
         self.drop_refuted();
         let judge = |inquiry: &mut PeerInquiry| (inquiry.verdict(now), inquiry.error().clone(), inquiry.is_suspicion());
-        // Its process may have ended since, which does not show what it had received.
+        // The receiver's process may have ended since, which does not show what it had received.
         let judged = lock(&self.inquiry).as_mut().filter(|_| !is_left).map(judge);
         let decided_at = match judged {
             Some((Verdict::Gone, error, suspicion)) if suspicion || self.health.live() == 0 => {
@@ -256,11 +257,12 @@ impl SendConn {
         let mut arrived = [Arrived::default(); MAX_STREAMS];
         for index in 0..MAX_STREAMS {
             let mut state = self.state();
-            // NCCL's thread does not call the core after a short message, and the workers only then.
+            // The thread that sends a short message does not call the core if its request is already done.
             self.settle_claims(&mut state, index);
             (in_doubt[index], arrived[index]) = (state.core.in_doubt(index), state.core.arrived(index));
         }
-        // While a stream is away the others may not work either, and the receiver may know what this side does not.
+        // While a stream is disconnected the others may not work either, and the receiver may have noticed more than
+        // this side.
         let unfenced = self.has_unfenced() || self.own.repairs.load(Ordering::SeqCst) != 0;
         let allowed = lock(&self.own.deliveries).silence(now);
         let seldom = Probes::within(self.net.config.peer_timeout, true);
@@ -272,7 +274,7 @@ impl SendConn {
         });
         (0..MAX_STREAMS).for_each(|index| self.note_arrived(index, arrived[index], segments[index]));
         let Some(Checked { mut silent, outstanding, next }) = checked else { return Progress::default() };
-        // Without recovery this is the end, so it must be certain.
+        // Without recovery this ends the connection, so it must be certain.
         let limit = self.net.config.peer_timeout;
         silent.retain(|(_, silence)| self.recovery && *silence >= allowed || *silence >= limit);
         self.share_fate(&mut silent);
@@ -280,7 +282,7 @@ impl SendConn {
             self.lose(index, liveness::silent(silence));
         }
         if !outstanding && !unfenced {
-            // From here on only the kernel's own slow probes watch it, and the kernel decides.
+            // From now on only the kernel's own slow probes watch the streams, and the kernel decides.
             for (index, stream) in self.streams.iter().enumerate() {
                 stream.peek(|io| lock(&self.monitors)[index].stop_probing(&io.sock, &seldom));
             }

@@ -11,7 +11,7 @@ use crate::session::seal::intake::Item;
 use crate::session::wire::{self, Piece};
 
 impl Io {
-    /// Protects what is to be sent next, if that has not been done.
+    /// Protects the next piece to be sent, if that has not been done.
     pub(super) fn protect(&mut self) {
         let Some(sides) = &mut self.seal else { return };
         let header = self.header;
@@ -36,14 +36,14 @@ impl Io {
         });
     }
 
-    /// All of it was sent: the chunk that it was, if it was one.
+    /// The piece was sent completely. Returns its chunk, if it was one.
     #[inline]
     pub(super) fn finished(&mut self) -> Option<Leaving> {
         self.sent = 0;
         match self.out.take()? {
             Outgoing::Control(mut bytes) => {
                 if self.control.capacity() < bytes.capacity() && self.control.is_empty() {
-                    // Its memory serves the next ones.
+                    // Its memory is used for the next frames.
                     bytes.clear();
                     self.control = bytes;
                 }

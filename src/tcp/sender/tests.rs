@@ -19,8 +19,8 @@ use crate::tcp::limits::{EAGER_WINDOW, MESSAGE_COST};
 const WHILE: Duration = Duration::from_millis(50);
 
 /// The receiver may have a chunk, and acknowledge it on another stream, before the thread that sent it has recorded
-/// that it left. If it counted before, the message would be over and its place another message's by the time it is
-/// recorded.
+/// that it left. If the acknowledgement counted before that, the message would be over, and another message would have
+/// its place when the thread records the chunk.
 #[test]
 fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     let net = loopback::net(Config::default());
@@ -58,12 +58,12 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
         assert!(done.is_empty(), "it is over before it is booked");
         conn.end_messages(payloads, copies, done);
     });
-    // By the control thread, if it held the stream just then.
+    // The control thread does it if it held the stream at that moment.
     loopback::wait_until("it is not done", || conn.requests.finish(ticket).is_some());
     loopback::wait_until("an acknowledgement that came before does not count", || conn.state().core.is_idle());
 }
 
-/// The kernel keeps what it has taken of them, and the peer may go on one day.
+/// The kernel keeps the bytes that it has accepted, and the peer may resume one day.
 #[test]
 fn a_peer_that_is_waited_for_no_more_gets_what_was_sent_and_a_goodbye() {
     let deaf = loopback::deaf();
@@ -91,7 +91,7 @@ fn a_peer_that_is_waited_for_no_more_gets_what_was_sent_and_a_goodbye() {
     assert_eq!(kinds, [Type::Data, Type::Data, Type::Data, Type::Bye]);
 }
 
-/// Of requests that NCCL has not taken back.
+/// Buffers of requests whose end NCCL has not received.
 #[test]
 fn workers_poll_longer_while_few_short_messages_are_open() {
     let deaf = loopback::deaf();
@@ -127,7 +127,7 @@ fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
         loopback::wait_until("it waits for an acknowledgement", || conn.test(ticket).expect("it lives").is_some());
     });
     assert!(came[HEADER..].iter().all(|byte| *byte == 7));
-    // The stream breaks: what is sent again is what was to be sent.
+    // The stream breaks, and the original bytes are resent.
     bytes.fill(8);
     let mut state = conn.state();
     state.core.stream_down(0);
@@ -137,7 +137,8 @@ fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
     assert!(copy[HEADER..].iter().all(|byte| *byte == 7));
 }
 
-/// The first stream's kernel took megabytes that it could not send, while the other streams had nothing to do.
+/// The kernel accepted megabytes on the first stream that it could not send yet, while the other streams had nothing to
+/// do.
 #[test]
 fn over_a_long_path_the_kernel_takes_little_that_it_cannot_send() {
     /// `SIOCOUTQNSD` of `linux/sockios.h`.
@@ -157,7 +158,7 @@ fn over_a_long_path_the_kernel_takes_little_that_it_cannot_send() {
     (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
     let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
     let bytes = vec![7; LENGTH];
-    // As much as the peer's kernel takes, and more than this side's would.
+    // As many as the peer's kernel accepts, and more than this side's kernel would.
     for _ in 0..255 {
         // SAFETY: the bytes outlive the connection, and no profiler is loaded.
         let posted = unsafe { conn.isend(bytes.as_ptr(), LENGTH, 0, std::ptr::null_mut()) };
@@ -170,7 +171,8 @@ fn over_a_long_path_the_kernel_takes_little_that_it_cannot_send() {
     conn.close();
 }
 
-/// A close gave up after two seconds what the kernel had not taken yet, however fast the peer's kernel took it.
+/// A close gave up after two seconds the data that the kernel had not accepted yet, however fast the peer's kernel
+/// received.
 #[test]
 fn a_close_lasts_as_long_as_the_peer_takes_what_was_reported_done() {
     // Fewer than are on the way without an acknowledgement, and more than the sockets hold.
@@ -192,7 +194,7 @@ fn a_close_lasts_as_long_as_the_peer_takes_what_was_reported_done() {
     }
     std::thread::scope(|scope| {
         let closes = scope.spawn(|| conn.close());
-        // Longer than a close waits for a peer that takes nothing.
+        // Longer than a close waits for a peer that reads nothing.
         let mut came = vec![0; SENDS * (HEADER + bytes.len()) / 50];
         for _ in 0..50 {
             std::thread::sleep(WHILE * 2);
@@ -259,9 +261,9 @@ fn deafen(sock: &TcpStream) {
     assert_eq!(done, 0, "{}", io::Error::last_os_error());
 }
 
-/// A rail dies as the last message has come through, and its acknowledgement is lost. The receiver, which has everything,
-/// closes, and its goodbye comes over another rail. The send must not wait until the kernel gives the dead stream up, which
-/// may take a quarter of an hour.
+/// A rail dies just after the last message has arrived, and its acknowledgement is lost. The receiver has everything and
+/// closes, and its goodbye arrives over another rail. The send must not wait until the kernel gives the dead stream up,
+/// which may take a quarter of an hour.
 #[test]
 fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     let (conn, mut theirs) = connected();
@@ -287,7 +289,8 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
 }
 
 /// The receiver has given up the first stream of a connection that fails at that moment, and a thread is still sending on it.
-/// If another stream sent the same bytes before that thread has let go, they could be acknowledged and their buffer given back.
+/// If another stream sent the same bytes before that thread has released the stream, they could be acknowledged and their
+/// buffer given back.
 #[test]
 fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let (conn, _theirs) = connected();
@@ -331,7 +334,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first epoch of the second stream");
 }
 
-/// A stream that has come back, of which nothing had arrived.
+/// A reconnected stream, of which nothing had arrived.
 fn joined(stream: usize, epoch: u16, sock: Sock) -> Joined {
     Joined { stream, epoch, received: 0, registration: None, sock, seal: Seal::Plain }
 }
@@ -354,9 +357,9 @@ fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
     Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one")
 }
 
-/// Requests of short messages are done at once, so NCCL does not test them again. The receiver's acknowledgements must
-/// be read all the same, or the sender takes its credit for used up and requests an acknowledgement of each message,
-/// for which the receiver makes a system call while that message waits.
+/// Requests of short messages are done at once, so NCCL does not test them again. The sender must read the receiver's
+/// acknowledgements all the same. Otherwise it considers its credit used up and requests an acknowledgement of each
+/// message, for which the receiver makes a system call while that message waits.
 #[test]
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
@@ -369,11 +372,11 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             // SAFETY: the bytes outlive the connection.
             let ticket = unsafe { conn.isend(bytes.as_ptr(), size, 0, std::ptr::null_mut()) }.expect("it is sent");
             let ticket = ticket.expect("a slot is free");
-            // At once, unless the control thread holds the stream just then.
+            // At once, unless the control thread holds the stream at that moment.
             loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
             let header = next_header(&mut theirs, &mut frame);
             requested += u64::from(header.flags & PROMPT != 0);
-            // As a receiver does: after this many frames, or when it owes this much credit.
+            // A receiver acknowledges after this many frames, or when it owes this much credit.
             let owed = number * (size as u64 + MESSAGE_COST) - returned;
             if number % ACK_EVERY == 0 || owed >= EAGER_WINDOW / 4 {
                 returned += owed;
@@ -382,7 +385,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             }
             most = most.max(conn.state().payloads.len());
         }
-        // The sender wants an acknowledgement of what a stream has carried now and then.
+        // From time to time the sender requests an acknowledgement of the bytes that a stream has carried.
         let expected = MESSAGES * size as u64 / ACK_BYTES;
         assert!(requested <= expected, "{requested} of {expected} messages of {size} bytes requested one");
         assert!(most <= 3 * ACK_EVERY as usize, "{most} messages of {size} bytes were kept");
@@ -392,8 +395,8 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
 #[test]
 fn what_a_gpu_may_watch_is_marked() {
     let (conn, mut theirs) = connected();
-    // Two kilobytes, as in LL128: the last of sixteen 8-byte units is the step. Copied first, and sent from where it
-    // is.
+    // Two kilobytes, as in LL128: the last of sixteen 8-byte units is the step. Messages of 512 bytes are sent from a
+    // copy, longer ones from their place.
     for (size, watched) in [(2 << 10, true), (2 << 10, false), (512, true), (512, false)] {
         let word = |index: usize| if watched && index % 16 == 15 { 3 } else { 7 << 60 | index as u64 };
         let bytes: Vec<u8> = (0..size / 8).flat_map(|index| word(index).to_le_bytes()).collect();
@@ -450,8 +453,8 @@ fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     conn.close();
 }
 
-/// The receiver has everything and closes in order; its last acknowledgement is unread, or lost with its stream. A send that
-/// is posted just then is one too many: it fails, and the one before it does not.
+/// The receiver has everything and closes in order. Its last acknowledgement is unread, or lost with its stream. A send that
+/// is posted at that moment is one too many: it fails, and the one before it does not.
 #[test]
 fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     let (conn, mut theirs) = connected();
@@ -512,7 +515,7 @@ fn a_thread_that_has_copied_much_leaves_all_but_short_messages_to_workers() {
     let alone = std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             let before = conn.is_for_workers(INLINE_MAX);
-            // A thread that is held up in between tries again.
+            // If this thread is delayed in between, it tries again.
             let began = Instant::now();
             while !conn.is_for_workers(OWN_MAX + 1) {
                 load::copied(ENOUGH_COPIED as usize + 1);

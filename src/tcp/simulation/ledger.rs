@@ -1,4 +1,4 @@
-//! What was planned, what has come, and the checks of it.
+//! The planned messages, the arrived bytes, and their checks.
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr;
@@ -35,7 +35,7 @@ pub(super) struct Ledger {
 /// Where a message is read.
 enum Source {
     Address(usize),
-    /// Its sender may have used the memory for something else since: what has come of it is staged.
+    /// The sender may have reused the memory since, so the arrived bytes are staged.
     Staged(Vec<u8>),
 }
 
@@ -143,7 +143,7 @@ impl Ledger {
             && !is_received
         {
             let size = self.sends[number].length as usize;
-            // SAFETY: the memory is the connection's until now, when its send ends.
+            // SAFETY: the connection may use the memory until now, when its send ends.
             let bytes = unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(source.address()), size) };
             *source = Source::Staged(bytes.to_vec());
         }

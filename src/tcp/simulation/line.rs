@@ -1,4 +1,5 @@
-//! A protected stream's way there: real bytes through the real codec and the real bounce buffer, some of them damaged.
+//! One direction of a protected stream: real bytes through the real codec and the real bounce buffer, some of them
+//! damaged.
 
 use super::Dice;
 use crate::session::frame::{Header, Type};
@@ -11,7 +12,7 @@ use crate::session::wire::Piece;
 /// Both ends of one epoch of a stream; the sending half of one, the receiving half of the other.
 pub(super) struct Line(Box<Sides>);
 
-/// What of a frame arrives now.
+/// Which part of a frame arrives now.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
     Head,
@@ -52,8 +53,8 @@ impl Line {
         }
     }
 
-    /// A part of a frame arrives, in pieces, and perhaps with a bit that is not what it was. False when that was
-    /// noticed; it always is before the part counts.
+    /// A part of a frame arrives, in pieces, and perhaps with a flipped bit. Returns false when the codec noticed that,
+    /// which it always does before the part counts.
     pub(super) fn arrives(&mut self, dice: &mut Dice, header: &Header, bytes: &[u8], part: Arrival) -> bool {
         let head = bytes.len() - self.0.intake.opener().body_length(header);
         let mut bytes = match part {
@@ -92,7 +93,7 @@ impl Line {
                     rest = &rest[count..];
                 }
             }
-            // An empty chunk is whole when its header is; it counts when the rest of it would have come.
+            // An empty chunk is whole when its header is. It counts when the rest of it would have arrived.
             if began && part == Arrival::Head {
                 break;
             }

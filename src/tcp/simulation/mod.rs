@@ -2,10 +2,10 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | this one | the games: which events may happen, and what must come of them |
+//! | this one | the games: which events may happen, and what must result |
 //! | `world` | both cores, and what `sender` and `receiver` do around them, without sockets |
-//! | `line` | the way of a stream with checksums or encryption, with real bytes |
-//! | `ledger` | what was planned, what has come, and the checks of it |
+//! | `line` | one direction of a stream with checksums or encryption, with real bytes |
+//! | `ledger` | the planned messages, the arrived bytes, and their checks |
 //! | `link` | both cores as a connection, for the simulation of one-sided operations |
 //!
 //! A failure names its seed; `TOWLINE_SIM_FIRST=<seed> TOWLINE_SIM_SEEDS=1` replays it. `TOWLINE_SIM_SEEDS` sets how
@@ -37,8 +37,8 @@ impl Dice {
     }
 }
 
-/// Plays one seed. `Ok(true)`: everything arrived; `Ok(false)`: it did not within the steps; an error: one side
-/// refused what came.
+/// Plays one seed. `Ok(true)`: everything arrived; `Ok(false)`: it did not within the steps; an error: one side refused
+/// a frame.
 fn play(seed: u64, mischief: Mischief) -> Result<(World, bool)> {
     let mut world = World::new(seed, mischief)?;
     for _ in 0..200_000_u64 {
@@ -50,10 +50,10 @@ fn play(seed: u64, mischief: Mischief) -> Result<(World, bool)> {
     Ok((world, false))
 }
 
-/// Streams deliver in order, but at any time relative to each other; frames are written in parts; streams stall, are
-/// cut in the middle of a frame with anything on the way, notice it late, are fenced and come back, sometimes at the
-/// second try. Each message ends once on both sides, with its size; each of its bytes is placed exactly once; nothing
-/// hangs; nothing is refused.
+/// Streams deliver in order, but at any time relative to each other. Frames are written in parts. Streams stall, are
+/// cut in the middle of a frame with anything on the way, notice the cut late, are fenced and reconnect, sometimes at
+/// the second try. Each message ends once on both sides, with its size; each of its bytes is placed exactly once;
+/// nothing hangs; nothing is refused.
 fn an_honest_game(seed: u64) {
     let settled = play(seed, Mischief::None).and_then(|(mut world, over)| {
         assert!(over, "it hangs; {}", world.describe());
@@ -62,8 +62,8 @@ fn an_honest_game(seed: u64) {
     settled.unwrap_or_else(|error| panic!("refused: {error}"));
 }
 
-/// Nothing comes through for a while in which further streams are tried again and again, and the first one ends or is still
-/// believed to be well. Afterwards everything arrives.
+/// Nothing arrives for a while. Meanwhile the sender tries to connect further streams again and again, and the first one
+/// ends or still seems to work. Afterwards everything arrives.
 fn a_game_with_an_outage(seed: u64) {
     let settled = play(seed, Mischief::Outage).and_then(|(mut world, over)| {
         assert!(over, "it hangs; {}", world.describe());
@@ -83,8 +83,8 @@ fn a_game_with_damaged_frames(seed: u64) {
     settled.unwrap_or_else(|error| panic!("refused: {error}"));
 }
 
-/// The network repeats data frames, on any stream. Neither side may take the same bytes twice (the ledger checks that), and
-/// once all that is on the way has come, one side has refused it; unless the frame that was repeated was lost itself.
+/// The network repeats data frames, on any stream. Neither side may take the same bytes twice (the ledger checks that).
+/// Once all frames on the way have arrived, one side has refused the repeated frame, unless that frame was lost itself.
 fn a_game_with_repeated_frames(seed: u64) {
     if let Ok((mut world, _)) = play(seed, Mischief::Repeat)
         && world.repeats_taken > 0
@@ -95,8 +95,8 @@ fn a_game_with_repeated_frames(seed: u64) {
 }
 
 /// The peer is hostile: it changes any field of any frame, and invents frames. There is no promise that anything
-/// arrives. But no byte is placed outside its receive, over another one or after the end (the ledger checks that), no
-/// request ends twice, memory stays bounded (the world checks that at each step), and nothing panics.
+/// arrives. But no byte is placed outside its receive, over another one or after the end (the ledger checks that). No
+/// request ends twice, and nothing panics. Memory stays bounded (the world checks that at each step).
 fn a_hostile_game(seed: u64) {
     let _ = play(seed, Mischief::Anything);
 }

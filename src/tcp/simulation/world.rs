@@ -52,7 +52,7 @@ impl From<Header> for ControlFrame {
     }
 }
 
-/// One stream: what is on the way in both directions, and what either side believes of it.
+/// One stream: the frames on the way in both directions, and what each side assumes about the stream.
 #[derive(Default)]
 struct Wire {
     /// Control frames that the sender will write before the next chunk.
@@ -65,18 +65,18 @@ struct Wire {
     begun: Option<Place>,
     /// Nothing that is written from now on arrives, in either direction.
     cut: bool,
-    /// The sender's kernel does not learn of that: the receiver has to say so.
+    /// The sender's kernel does not notice the cut, so the receiver has to report it.
     hidden: bool,
     sender_has_it: bool,
-    /// The sender's worker looks for work: it has been kicked, or the kernel has woken it, and it has not found
-    /// nothing to do since. The first stream's is NCCL's thread, which comes by again and again.
+    /// The sender's worker polls: a thread has kicked it, or the kernel has woken it, and no poll since then was empty.
+    /// For the first stream that is NCCL's thread, which polls again and again.
     is_awake: bool,
     receiver_has_it: bool,
     /// The last epoch that the sender has tried to connect.
     tried: u16,
     /// Nothing moves on it before this step.
     stalled_until: u64,
-    /// What protects it.
+    /// Its protection.
     line: Option<Line>,
 }
 
@@ -86,13 +86,13 @@ pub(super) struct World {
     sender: SendCore,
     receiver: RecvCore,
     wires: Vec<Wire>,
-    /// What the receiver will write on whatever stream it writes next.
+    /// The frames that the receiver will write on the next stream that it writes.
     outbox: Vec<Header>,
     stages: HashMap<usize, (i32, u64)>,
     sent: usize,
     posted: usize,
     cuts_left: u64,
-    /// When nothing comes through, in steps.
+    /// When nothing arrives, in steps.
     outage: Range<u64>,
     pub(super) was_cut: bool,
     now: u64,
@@ -171,7 +171,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything that is on the way to the receiver comes.
+    /// All frames that are on the way to the receiver arrive.
     pub(super) fn drain(&mut self) -> Result<()> {
         for index in 0..self.wires.len() {
             self.finish_write(index);
@@ -308,7 +308,7 @@ impl World {
         }
     }
 
-    /// The kernel has taken a chunk whole.
+    /// The kernel has accepted a whole chunk.
     fn written(&mut self, index: usize) {
         self.sender.written(index);
         let mut done = Vec::new();
@@ -316,7 +316,7 @@ impl World {
         self.end_sends(done);
     }
 
-    /// What the kernel of either side holds already may still be read; the rest is gone.
+    /// Bytes that the kernel of either side already holds may still be read; the rest is gone.
     fn cut(&mut self, index: usize) {
         let (forth, back) = (self.wires[index].forth.len() as u64, self.wires[index].back.len() as u64);
         let (forth, back) = (self.dice.roll(forth + 1), self.dice.roll(back + 1));
@@ -333,7 +333,7 @@ impl World {
         }
     }
 
-    /// The sender sees the end of a stream: it has the receiver fence it, over another one.
+    /// The sender notices the end of a stream and requests, over another stream, that the receiver fence it.
     fn notice(&mut self, index: usize) {
         let wire = &mut self.wires[index];
         wire.sender_has_it = false;
@@ -434,7 +434,7 @@ impl World {
                 self.end_epoch(header.order as usize, header.offset as u16);
                 return Ok(());
             }
-            // What else there is ends the connection.
+            // Every other frame ends the connection.
             _ => return Err(Error::internal(format!("{:?}", header.kind))),
         }
         self.repeats_taken += u64::from(repeated);
@@ -480,7 +480,7 @@ impl World {
         }
     }
 
-    /// The receiver writes on a stream: what is to be reported on any, and what it owes on this one.
+    /// The receiver writes on a stream: the frames that any stream may carry, and those that it owes on this one.
     fn answer(&mut self, index: usize) {
         // As when the connection closes, or when it has been quiet for a while.
         let force = self.ledger.is_received() || self.ledger.is_of_memory() && self.dice.roll(8) == 0;
@@ -508,7 +508,8 @@ impl World {
         let mut done = Vec::new();
         match header.kind {
             Type::Ack | Type::Acks => {
-                // Some streams take long, as it seems, and others not: what is ready is left to others, and must not lie.
+                // Some streams seem slow and others fast. A slow stream leaves ready messages to the others, which must
+                // then send them.
                 let elapsed = Duration::from_millis(self.dice.roll(3).pow(5) * (index as u64 + 1));
                 self.sender.arrives(index, header.offset, |_| elapsed);
                 self.sender.acknowledge_all(&counts, &mut done)?;
@@ -523,7 +524,7 @@ impl World {
             }
             Type::Fenced => {
                 let (stream, epoch) = (header.order as usize, header.offset as u16);
-                // It may have ended there only.
+                // The stream may have ended on the receiver's side only.
                 if self.wires.get(stream).is_some_and(|wire| wire.sender_has_it) && self.sender.epoch(stream) == epoch {
                     self.notice(stream);
                 }
@@ -602,7 +603,7 @@ impl World {
         for _ in 0..=self.dice.roll(2) {
             self.change(&mut header);
         }
-        // What a decoder lets through.
+        // Only frames that a decoder accepts.
         let Ok(header) = Header::decode(&header.encode()) else { return };
         let wire = &mut self.wires[index];
         if to_sender {
@@ -644,7 +645,7 @@ impl World {
     pub(super) fn check_settled(&mut self) -> Result<()> {
         assert!(self.sender.is_idle(), "all is acknowledged");
         let sound = |wire: &Wire| wire.sender_has_it && wire.receiver_has_it && !wire.cut;
-        // What was reported on a stream that is cut is reported again only when it is fenced.
+        // Frames on a stream that is cut are reported again only when that stream is fenced.
         if self.wires.iter().all(sound) {
             for index in 0..self.wires.len() {
                 self.answer(index);
