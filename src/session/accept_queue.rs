@@ -13,9 +13,10 @@ pub(crate) struct AcceptQueue<C> {
 }
 
 struct Waiting<C> {
-    /// An error is that of a connection which its sending side considers established, so that no peer comes again.
+    /// An error belongs to a connection that its sending side considers established, so that no peer connects again.
     connections: VecDeque<Result<C>>,
-    /// Why a peer that holds the secret could not be admitted: the listener would wait for it in vain.
+    /// Why a peer that holds the secret could not be admitted. Without it the listener would wait for that peer in
+    /// vain.
     misfit: Option<Error>,
     is_closed: bool,
 }
@@ -42,8 +43,7 @@ impl<C> AcceptQueue<C> {
 
     /// The next connection, if one has arrived.
     ///
-    /// # Errors
-    /// When it failed in its last step, with the sending side already established; or when the peer that holds the
+    /// When it failed in its last step, with the sending side already established. Or when the peer that holds the
     /// secret connected, and its TOWLINE_KEY_FILE does not match this side's.
     pub(crate) fn accept(&self) -> Result<Option<C>> {
         self.waiting().next()

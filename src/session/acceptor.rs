@@ -5,7 +5,7 @@
 //!
 //! An unproven connection costs little: it holds a few hundred bytes, the number of them is bounded ([`HalfOpen`]), and
 //! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the half-open table before the
-//! welcome is sent: from then on the peer may consider it established, so it lasts as long as its socket. A socket that
+//! welcome is sent. From then on the peer may consider it established, so it lasts as long as its socket. A socket that
 //! already holds bytes, or has ended, when it is accepted is handled at once, without being registered with epoll; most
 //! port scans end there.
 
@@ -46,7 +46,7 @@ struct Acceptor {
     inbound: Mutex<HalfOpen<Inbound>>,
 }
 
-/// What the connections of the process share, with handshakes answered.
+/// The state that the connections of the process share, with an acceptor that answers handshakes.
 pub(crate) fn net(config: Config, key: Option<SharedKey>) -> Arc<Net> {
     Net::new(config, key, Arc::new_cyclic(|me| Acceptor { me: me.clone(), inbound: Mutex::default() }))
 }
@@ -200,7 +200,7 @@ impl Inbound {
         lock(&self.state).sock.is_some()
     }
 
-    /// The socket broke. Returns whether its connection is kept until the deadline, so that the peer can come back to
+    /// The socket broke. Returns whether its connection is kept until the deadline, so that the peer can reconnect to
     /// it.
     fn outlives_its_socket(&self, net: &Net) -> bool {
         let mut state = lock(&self.state);
@@ -267,7 +267,7 @@ impl Inbound {
                     let hello = Hello::decode(bytes)?;
                     let Some(secret) = find_secret(net, hello.wish) else {
                         if !matches!(hello.wish, Wish::Connect { .. }) {
-                            // Usual where one side closed while the other's stream was away.
+                            // Usual where one side closed while the other's stream was disconnected.
                             tracing::debug!(target: NET, "a stream from {} belongs to no connection any more", self.from);
                             state.registration = None;
                             state.sock = None;
@@ -279,7 +279,7 @@ impl Inbound {
                     if !Hello::verify(bytes, &secret, &mut transcript) {
                         return Err(Error::remote("a peer could not prove that it holds the handle's secret"));
                     }
-                    // It has proved itself, so a flood of strangers cannot evict it.
+                    // The connection has proved itself, so a flood of strangers cannot evict it.
                     self.leave();
                     let agreed = self.agree(net, theirs, features, offer, &transcript);
                     transcript.add(offer);
@@ -340,7 +340,7 @@ impl Inbound {
         }
     }
 
-    /// What the key files of the two sides mean for this connection.
+    /// Applies the key files of the two sides to this connection.
     ///
     /// # Errors
     /// When only one side has a key file, or the files differ.
@@ -380,7 +380,7 @@ impl Inbound {
                 conn.join(Joining { stream: usize::from(stream), epoch, sock, welcome: &mut admit })
             }
             Wish::Call { connection, stream, epoch } => {
-                // A failed connection does not come back, even if NCCL has not closed it yet, so the caller must not
+                // A failed connection does not reconnect, even if NCCL has not closed it yet, so the caller must not
                 // wait.
                 let conn = net.connecting(connection).filter(|conn| conn.goes_on());
                 let conn = conn.ok_or_else(|| Error::remote("the connection is closed"))?;
@@ -470,8 +470,8 @@ impl Source for Inbound {
                 let soon = short.then(|| Instant::now() + shortage::PAUSE);
                 return Progress { moved: false, again: soon.or_else(|| self.deadline()) };
             }
-            // This includes a connection that waited without a socket for its peer, and whose peer has come back over
-            // another one.
+            // This includes a connection that waited without a socket for its peer, if the peer has reconnected over
+            // another socket.
             Ok(true) => self.end(),
             Err(error) => {
                 if self.was_given_up() {

@@ -1,4 +1,4 @@
-//! The connecting side: new connections, further streams, and streams that come back after a break.
+//! The connecting side: new connections, further streams, and streams that reconnect after a break.
 //!
 //! A [`Dial`] is one request to be connected. The control thread drives it: connect, handshake, and after a failure
 //! another attempt over the next rail, until its deadline. Only the connecting side connects again after a break; a
@@ -59,11 +59,11 @@ static WAITING: Limiter = Limiter::new();
 pub(crate) struct Target {
     /// The addresses in the handle, at least one: where the listener's process can be reached over one rail or another.
     pub addresses: Vec<SocketAddr>,
-    /// What the handle carries.
+    /// The secret in the handle.
     pub secret: Secret,
     /// This side's rails.
     pub rails: Arc<[Rail]>,
-    /// The packets' class of traffic.
+    /// The traffic class of the packets.
     pub traffic_class: Option<u8>,
 }
 
@@ -86,7 +86,7 @@ enum Stage {
 struct Begin {
     at: Instant,
     epoch: u16,
-    /// The attempts are counted as if there had been this many before.
+    /// How many earlier attempts to assume in the count.
     tries: u32,
     /// When the repair begins, and not earlier: while a stream waits to move back to its own rails, a repair by another
     /// thread is possible.
@@ -99,7 +99,7 @@ struct State {
     watch: Option<Registration>,
     clock: Option<Registration>,
     input: Vec<u8>,
-    /// The repair is still to be begun.
+    /// The repair has not begun yet.
     claims: bool,
     tries: u32,
     /// Tries over the same rails beyond the first, one after the other ([`Dial::stays`]).
@@ -107,10 +107,10 @@ struct State {
     /// When the try under way began, or the last one.
     began: Instant,
     try_until: Instant,
-    /// Since when each try was refused, and how many there had been by the first of them.
+    /// Since when every try was refused, and how many tries there had been by the first refusal.
     refused_since: Option<(Instant, u32)>,
     forbidden_since: Option<Instant>,
-    /// When the log says that there is no connection yet.
+    /// When to log that there is no connection yet.
     tell_at: Option<Instant>,
     epoch: u16,
     /// Which pair of rails the try under way goes over.
@@ -121,7 +121,7 @@ struct State {
     rail: Option<Rail>,
     /// The socket of the try under way is bound to its rail's interface.
     bound: bool,
-    /// The last try was bound and no answer came, so the next one over the same rails is not.
+    /// The last try was bound and got no answer, so the next one over the same rails is not bound.
     goes_unbound: bool,
     /// The kernel had no memory for a call, which must be repeated.
     short: bool,
@@ -179,7 +179,7 @@ impl Dial {
             settled: Condvar::new(),
         });
         let clock = dial.net.poller.control_thread()?.register(dial.clone(), None)?;
-        // Kept before the first kick: a dial that is over drops its registrations, all of them.
+        // Stored before the first kick: a dial that is over drops all its registrations.
         dial.lock().clock.insert(clock).kick();
         Ok(dial)
     }
@@ -203,7 +203,7 @@ impl Dial {
         }
     }
 
-    /// Gives up: the connection is no longer wanted. After this call its owner gets none.
+    /// Gives up: the connection is no longer wanted. After this call its owner gets no connection.
     pub(crate) fn cancel(&self) {
         self.finish(&mut self.lock(), Err(Error::usage("the connection attempt was abandoned")));
     }
@@ -240,7 +240,7 @@ impl Dial {
             state.bound = !state.goes_unbound && self.net.outlets.bind(&sock, rail, remote);
             if binds || state.bound {
                 route::take_port_at_connect(&sock);
-                // The port comes with the connection, so only the address can be missing.
+                // connect(2) chooses the port, so only the address can be missing.
                 sock.bind(&rail.address.into()).map_err(|error| match error.kind() {
                     io::ErrorKind::AddrNotAvailable => {
                         io::Error::new(error.kind(), format!("{} has lost its address", rail.name))
@@ -257,7 +257,7 @@ impl Dial {
         tune(&sock, &self.net.config, self.purpose.traffic_class(), true);
         let learnt = self.purpose.segment(pair);
         if let Some(segment) = learnt.or_else(|| self.net.segment(remote.ip())) {
-            // Before the connection is made: then the peer sends no larger ones either.
+            // Set before connecting: then the peer sends no larger segments either.
             let _ = sock.set_tcp_mss(segment);
         }
         match sock.connect(&remote.into()) {
@@ -283,7 +283,7 @@ impl Dial {
         let is_refused = error.what().starts_with(REFUSED_TEXT);
         let is_connecting = matches!(state.stage, Stage::Connecting | Stage::Waiting(_));
         if std::mem::take(&mut state.bound) && is_connecting && !is_refused && now < self.deadline {
-            // The same way again, with the kernel's own choice of interface.
+            // The same rails again, with the kernel's own choice of interface.
             state.goes_unbound = true;
             state.tries -= 1;
             return self.pause(state, now);
@@ -321,8 +321,8 @@ impl Dial {
         let patience = if is_first { self.net.config.reconnect_timeout.max(second) } else { second };
         let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.purpose.pairs();
         let dead = state.refused_since.is_some_and(|(since, tries)| now - since > patience && everywhere(tries));
-        // A local rule of this host that lets no packet out to the peer does not change by itself; a rule that is being
-        // replaced has two seconds. Later it may be a deliberate outage, and the connection knows how long to wait.
+        // A local rule that lets no packet out to the peer does not change by itself, but a rule that is being replaced
+        // gets two seconds. Later it may be a deliberate outage, and the connection knows how long to wait.
         let too_long = |since: Instant| now - since > Duration::from_secs(2);
         hopeless |= is_first && state.forbidden_since.is_some_and(too_long);
         if now >= self.deadline || dead || hopeless {
@@ -333,12 +333,12 @@ impl Dial {
         }
         self.tell_of_waiting(state, now, &error);
         if is_first && !(state.tries as usize).is_multiple_of(self.purpose.pairs()) {
-            // Over another rail at once.
+            // The next attempt uses another rail at once.
             state.last_failure = Some(error);
             return self.pause(state, now);
         }
         if state.tries > MANY && self.purpose.may_stay() {
-            // These rails may have no network in common. It has others.
+            // These two rails may have no network in common, but the connection has others.
             self.finish(state, Err(error));
             self.purpose.put_off(&self.net);
             return Progress::default();
@@ -361,12 +361,12 @@ impl Dial {
         }
         let more = answer == Answer::Refused && state.stays + 1 < lifeline::REFUSALS;
         let stays = more && self.purpose.awaits_refusals();
-        // The failed attempt is not counted.
+        // The failed attempt does not count.
         (state.stays, state.tries) = if stays { (state.stays + 1, state.tries - 1) } else { (0, state.tries) };
         stays
     }
 
-    /// The next try comes then.
+    /// The next try begins at `until`.
     fn pause(&self, state: &mut State, until: Instant) -> Progress {
         state.watch = None;
         state.sock = None;
@@ -380,7 +380,8 @@ impl Dial {
         Progress { moved: false, again: Some(until) }
     }
 
-    /// Logs the obstacle while NCCL waits for a first connection: otherwise the log would hold nothing until the end.
+    /// Logs the obstacle while NCCL waits for a first connection: otherwise the log would show nothing until the dial
+    /// ends.
     fn tell_of_waiting(&self, state: &mut State, now: Instant, error: &Error) {
         if state.tell_at.is_none_or(|at| now < at) {
             return;

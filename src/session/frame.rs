@@ -25,8 +25,8 @@ pub(crate) const MAX_STREAMS: usize = 16;
 /// Bytes of a header.
 pub const HEADER: usize = 48;
 
-/// Chunk boundaries are multiples of this many bytes from the start of the message: with the LL128 protocol the
-/// GPU polls flags in the last 8 of every 128 bytes while the buffer is being filled (NCCL 2.4 and later).
+/// Chunk boundaries are multiples of this many bytes from the start of the message. With the LL128 protocol the GPU
+/// polls flags in the last 8 of every 128 bytes while the buffer is being filled (NCCL 2.4 and later).
 pub(crate) const ALIGN: u64 = 128;
 
 /// The longest payload of a control frame in bytes (the text of [`Type::Fail`]).
@@ -49,12 +49,12 @@ pub enum Type {
     /// Sender → receiver: a chunk of a message.
     Data = 1,
     /// Receiver → sender: `offset` frames of this stream have been received, counted over all its epochs (cumulative),
-    /// and `total` bytes of eager credit have been returned on the connection (cumulative). Over RDMA, both sides, first
-    /// over a replacement socket: `offset` frames have been received over all sockets.
+    /// and `total` bytes of eager credit have been returned on the connection (cumulative). Over RDMA, each side sends
+    /// it first over a replacement socket: `offset` frames have been received over all sockets.
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
     Clear = 3,
-    /// Both: nothing more will come in this direction. `total`: one more than the number of messages sent or received,
+    /// Both: no more frames follow in this direction. `total`: one more than the number of messages sent or received,
     /// or 0 when that is not given.
     Bye = 4,
     /// Both: the connection has failed; the payload is the reason, `order` the code of the cause.
@@ -133,8 +133,8 @@ impl Header {
         out
     }
 
-    /// As [`Header::encode`], in place. Whole 8-byte units are stored: the check and the kernel read them soon, and a
-    /// load of a unit that was stored in parts stalls.
+    /// As [`Header::encode`], in place. Stores whole 8-byte units: the check and the kernel read them soon, and a load
+    /// of a unit that was stored in parts stalls.
     #[inline]
     pub(crate) fn encode_into(&self, out: &mut [u8; HEADER]) {
         let first = u64::from(self.kind as u8)
@@ -257,7 +257,7 @@ mod tests {
             all[..32].copy_from_slice(&bytes);
             all[32..].copy_from_slice(&more);
             let _ = Header::decode(&all);
-            // The same bytes with a valid check, so that the bounds are reached.
+            // The same bytes with a valid check, so that the decoder tests the bounds.
             let check = crc32c::crc32c(&all[..44]);
             all[44..].copy_from_slice(&check.to_le_bytes());
             if let Ok(header) = Header::decode(&all) {

@@ -8,12 +8,12 @@
 //!                                        ◀──     welcome (496: parameters, rails, proof)
 //! ```
 //!
-//! With encryption an offer of 48 bytes follows the hello, and the welcome travels encrypted, in an answer of 544
-//! bytes ([`super::seal::agreement`]), or a refusal of 40 bytes comes instead when the two have different keys.
+//! With encryption an offer of 48 bytes follows the hello. The welcome then travels encrypted, in an answer of 544
+//! bytes ([`super::seal::agreement`]). If the two sides have different keys, a refusal of 40 bytes is sent instead.
 //!
 //! The secret is in the handle that NCCL carries between the ranks over its own bootstrap network; it never crosses the
 //! data network. Each side proves that it holds the secret by an HMAC-SHA-256 (RFC 2104) over everything exchanged so
-//! far, which includes a fresh nonce of each side: a recorded handshake cannot be replayed. A connection has its own
+//! far. That includes a fresh nonce of each side, so a recorded handshake cannot be replayed. A connection has its own
 //! key, derived from the secret and both nonces; further streams prove that key.
 //!
 //! All integers are little-endian.
@@ -37,12 +37,12 @@ pub const VERSION_MAX: u16 = 1;
 pub(crate) const FEATURE_RECOVERY: u32 = 1;
 /// Feature bit: a checksum behind each chunk. On when either side asks for it.
 pub(crate) const FEATURE_CHECKSUM: u32 = 2;
-/// Feature bit: the side has a key file. Without it on both sides, or on neither, nothing is connected.
+/// Feature bit: the side has a key file. If only one side has this bit, no connection is made.
 pub(crate) const FEATURE_ENCRYPTION: u32 = 4;
 /// Feature bit: another backend takes the socket over after the handshake.
 pub(crate) const FEATURE_BARE: u32 = 8;
 
-/// Feature bit: over a long path, messages of up to 512 KiB and 16 MiB of them may come early.
+/// Feature bit: over a long path, messages of up to 512 KiB may arrive early, 16 MiB of them in all.
 pub(crate) const FEATURE_FAR: u32 = 16;
 
 /// Bytes of a preamble.
@@ -139,9 +139,9 @@ pub fn nonce() -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
-/// The listening side's answer to the feature bits of the connecting side: encryption when the listening side has a key
-/// (so that the other side notices a mismatch), the checksum when either side wants it and encryption does not cover
-/// it.
+/// The listening side's answer to the feature bits of the connecting side. Encryption is in it when the listening side
+/// has a key, so that the other side notices a mismatch. The checksum is in it when either side wants it and encryption
+/// does not cover it.
 pub(crate) fn agreed(theirs: u32, ours: u32) -> u32 {
     let encryption = ours & FEATURE_ENCRYPTION;
     let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
@@ -257,7 +257,7 @@ fn put_label(out: &mut [u8], label: &str) {
 
 fn read_label(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    // It goes into logs: nothing but plain characters.
+    // The label goes into logs, so only plain characters are kept.
     bytes[..end].iter().map(|byte| if byte.is_ascii_graphic() { *byte as char } else { '?' }).collect()
 }
 
@@ -265,7 +265,7 @@ fn read_label(bytes: &[u8]) -> String {
 pub struct Transcript(Vec<u8>);
 
 impl Transcript {
-    /// Nothing exchanged yet.
+    /// A transcript without messages.
     pub fn new() -> Self {
         Self(Vec::with_capacity(PREAMBLE + GREETING + HELLO + WELCOME))
     }
@@ -347,7 +347,7 @@ impl Hello {
 pub struct Welcome {
     /// The connection's number, for further streams.
     pub connection: u64,
-    /// For a stream that comes back: how many frames of its previous epoch were received. With [`CLOSED`]: the
+    /// For a stream that reconnects: how many frames of its previous epoch were received. With [`CLOSED`]: the
     /// connection is closed, and had received this many messages.
     pub received: u64,
     /// A name for messages.
@@ -390,8 +390,8 @@ impl Welcome {
     }
 }
 
-/// Sent by the listening side instead of a welcome when the two sides have different keys: a peer that holds the
-/// handle's secret should learn the reason. 8 bytes are the message, 32 its proof.
+/// The listening side sends this instead of a welcome when the two sides have different keys: a peer that holds the
+/// handle's secret should get the reason. 8 bytes are the message, 32 its proof.
 pub(crate) struct Refusal;
 
 const OTHER_KEY: [u8; 8] = *b"OTHERKEY";
@@ -429,7 +429,7 @@ fn put_address(out: &mut [u8], address: SocketAddr) {
     }
 }
 
-/// Reads what [`put_address`] wrote; `None` for an empty place.
+/// Reads an address that [`put_address`] wrote; `None` for an empty place.
 fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
     let port = u16::from_le_bytes([bytes[2], bytes[3]]);
     match bytes[0] {

@@ -1,10 +1,10 @@
 //! Whether a peer is dead or only cut off, once all streams of a connection have ended.
 //!
-//! The end of a stream proves little: the kernel sends the same packets when a process dies, when a stream is reset
-//! deliberately, and when a firewall answers for the peer. And a process that is stopped, or gets no processor time,
-//! cannot answer. But its kernel can: it accepts connections for every process that exists, in whatever state, and
-//! refuses them from the moment the process dies. So each side knows the **lifelines** of the other, the listening
-//! sockets of its process, one per rail: the connecting side learns them from the handle and the welcome, the listening
+//! The end of a stream proves little. The kernel sends the same packets when a process dies and when a stream is reset
+//! deliberately, and so does a firewall that answers for the peer. A process that is stopped, or gets no processor
+//! time, cannot answer. But its kernel can: it accepts connections for every process that exists, in whatever state,
+//! and refuses them from the moment the process dies. So each side knows the **lifelines** of the other, the listening
+//! sockets of its process, one per rail. The connecting side gets them from the handle and the welcome, the listening
 //! side from the hello.
 //!
 //! The sender connects to them anyway when it reconnects its streams. The receiver cannot connect streams, so it
@@ -46,38 +46,39 @@ use std::time::{Duration, Instant};
 
 use crate::os::error::Error;
 
-/// The first call comes this long after the end of the last stream: a sender that is alive and has noticed reconnects
-/// sooner. After a refusal the next call comes after the same time.
+/// The first call follows the end of the last stream after this time: a sender that is alive and has noticed reconnects
+/// sooner. After a refusal the next call follows after the same time.
 pub(crate) const CALL_AFTER: Duration = Duration::from_millis(100);
 
 /// The number of refusals in a row on one path, at least.
 pub(crate) const REFUSALS: u32 = 3;
 
-/// How long a peer may refuse whose streams were cut.
+/// How long a peer whose streams were cut may refuse connections.
 pub(crate) const CUT_PATIENCE: Duration = Duration::from_millis(800);
 
-/// The same after an end of file. That comes from the peer's kernel, not from a firewall, and a live peer never ends a
+/// The same after an end of file. That comes from the peer's kernel, not from a firewall. A live peer never ends a
 /// stream this way without a goodbye, unless it has just abandoned an attempt to connect, or a damaged stream.
 const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 
 /// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 
-/// And when streams were cut in another way: a firewall may have done it on the only remaining rail. The same on all paths after
-/// the network was in trouble: a firewall that affects one rail after another may for a moment refuse what it has ended.
+/// The same when streams were cut in another way: a firewall may have done it on the only remaining rail. This also holds on
+/// all paths after the network was in trouble. A firewall that affects one rail after another may for a moment refuse
+/// connections after it has ended their streams.
 pub(crate) const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
-/// After this time those on rails without any answer have ended too, whose silence had to be noticed first.
+/// After this time streams on rails without any answer have ended too: their silence had to be noticed first.
 const SILENCE_AFTER_END: Duration = Duration::from_secs(5);
 
-/// A deadline that is found this long after it has passed was missed because this process did not run. It is extended
-/// by twice as much then.
+/// If a deadline is noticed this long after it has passed, this process did not run in between. The deadline is then
+/// extended by twice as much.
 const LATE: Duration = Duration::from_millis(500);
 
-/// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall in its
-/// place.
+/// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall that
+/// answers for it.
 pub(crate) fn is_cut(error: &io::Error) -> bool {
-    // A broken pipe: the end of file came before the reset, and a write met both.
+    // A broken pipe: the end of file arrived before the reset, and a write got both.
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
 }
@@ -119,7 +120,7 @@ impl Ended {
         self.ends().cut.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
 
-    /// The same by an end of file.
+    /// The same for an end of file.
     pub(crate) fn is_end_of_file(&self, now: Instant) -> bool {
         self.ends().end_of_file.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
@@ -133,7 +134,7 @@ impl Ended {
         (is_cut(last) || self.is_recent(now)).then_some(CUT_PATIENCE)
     }
 
-    /// How long it may refuse on some paths when the others give no answer. None: that proves nothing.
+    /// How long the peer may refuse on some paths when the others give no answer. None: that proves nothing.
     pub(crate) fn some_refused_for(&self, now: Instant) -> Option<Duration> {
         if self.is_end_of_file(now) { Some(ENDED_SOMEWHERE) } else { self.is_recent(now).then_some(CUT_SOMEWHERE) }
     }
@@ -150,16 +151,16 @@ pub(crate) enum Answer {
     Silent,
 }
 
-/// How long to wait for a peer.
+/// How long to wait before a peer is given up.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {
-    /// When nothing shows that it is alive.
+    /// If nothing shows that the peer is alive.
     pub patience: Duration,
-    /// When its kernel accepts connections.
+    /// If its kernel accepts connections.
     pub most: Duration,
-    /// When it has refused them on all paths, for this long. None: refusals prove nothing here.
+    /// If it has refused them on all paths, for this long. None: refusals prove nothing here.
     pub refused_for: Option<Duration>,
-    /// When it refuses them on some paths, and the others give no answer. None: that proves nothing.
+    /// If it refuses them on some paths, and the others give no answer. None: that proves nothing.
     pub some_refused_for: Option<Duration>,
     /// Paths to its process.
     pub paths: usize,
@@ -213,7 +214,8 @@ impl PeerInquiry {
     /// `paths`: as in [`Terms`].
     pub(crate) fn suspected(now: Instant, cut: &Ended, paths: usize, left: &[usize], error: Error) -> Self {
         let some_refused_for = cut.some_refused_for(now);
-        // Time alone decides nothing. All paths may refuse although streams remain, while nothing comes back on those.
+        // Time alone decides nothing. Refusals on all paths decide, although streams remain, while nothing comes back
+        // on those.
         let (patience, most) = (Duration::ZERO, Duration::ZERO);
         let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, paths };
         let mut inquiry = Self { suspected: true, ..Self::new(now, terms, error) };
@@ -257,9 +259,9 @@ impl PeerInquiry {
         &self.error
     }
 
-    /// The result of an attempt on a path, and when the attempt began. One without an answer counts for nothing beside
-    /// one that began later: before streams ended an attempt has more time, so it finishes among later ones with a
-    /// short time limit.
+    /// The result of an attempt on a path, and when the attempt began. An attempt without an answer counts for nothing
+    /// if another one began later. Attempts that began before streams ended have more time, so they finish among later
+    /// ones with a short time limit.
     pub(crate) fn answered(&mut self, began: Instant, now: Instant, path: usize, answer: Answer) {
         let Some(path) = self.paths.get_mut(path) else { return };
         if answer == Answer::Silent && path.newest.is_some_and(|newest| began < newest) {
@@ -276,7 +278,8 @@ impl PeerInquiry {
         }
     }
 
-    /// When refusals will be enough, if nothing else arrives: all paths refuse, or all that answer where that suffices.
+    /// When refusals will be enough, if nothing else arrives. All paths must refuse; or, where that suffices, all paths
+    /// that answer.
     fn decided(&self) -> Option<Instant> {
         let refusing = || self.paths.iter().filter(|path| path.last == Some(Answer::Refused));
         let (some, all) = (refusing().count(), self.paths.len());
@@ -407,8 +410,8 @@ mod tests {
         assert_eq!(inquiry.verdict(start + 1600 * MS), Verdict::Gone);
     }
 
-    /// One that began when streams were still connected has two seconds, and finishes among those with a short time
-    /// limit.
+    /// An attempt that began when streams were still connected has two seconds, and finishes among those with a short
+    /// time limit.
     #[test]
     fn an_old_unanswered_attempt_undoes_no_newer_one() {
         let start = Instant::now();
@@ -479,7 +482,7 @@ mod tests {
     fn a_process_whose_kernel_accepts_is_waited_for_and_given_up_soon_when_it_dies() {
         assert_eq!(given_up(Some(800 * MS), 2, |path, _| [Answer::Refused, Answer::Accepted][path]), Some(60_000));
         let dies = |_, at| if at < 20_000 { Answer::Accepted } else { Answer::Refused };
-        // Past the first limit: from the first refusal on, nothing shows that it is alive.
+        // Past the first limit: from the first refusal on, nothing shows that the peer is alive.
         assert_eq!(given_up(Some(800 * MS), 1, dies), Some(20_700));
     }
 
@@ -495,7 +498,7 @@ mod tests {
     }
 
     proptest! {
-        /// A firewall that rejects for less than the time that counts, whenever it begins and ends.
+        /// A firewall that rejects for less than the required time, whenever it begins and ends.
         #[test]
         fn a_short_rejection_is_no_death(begin in 0..9000_u32, length in 0..600_u32) {
             let rejects = |_, at| {

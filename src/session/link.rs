@@ -1,4 +1,4 @@
-//! A connection as its sockets know it, and the options of these.
+//! The data of a connection that its sockets need, and the sockets' options.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use crate::os::interfaces::Rail;
 /// A socket in the fork registry.
 pub(crate) type Sock = Registered<Socket>;
 
-/// What the further streams of a connection need to know.
+/// The data that further streams of a connection need.
 #[derive(Debug, Clone)]
 pub(crate) struct Link {
     /// The connection's number, given by the listening side.

@@ -1,8 +1,8 @@
 //! Detecting a path that has failed silently.
 //!
-//! TCP repeats what is not acknowledged for about a quarter of an hour before it reports an error. So while something
-//! is outstanding on a connection, the control thread reads every [`TICK`] what the kernel has received on each stream.
-//! The kernel's own retransmissions, window probes and keepalive probes are the questions: a peer's kernel answers them
+//! TCP retransmits unacknowledged data for about a quarter of an hour before it reports an error. So while something is
+//! outstanding on a connection, the control thread reads every [`TICK`] what the kernel has received on each stream.
+//! The kernel's own retransmissions, window probes and keepalive probes serve as queries: a peer's kernel answers them
 //! even when its process is stopped or does not read. So the criterion is not how long the peer takes, but how long
 //! nothing at all has come back although the kernel has sent probes.
 //!
@@ -12,7 +12,7 @@
 //! # Implementation notes
 //!
 //! From `TCP_INFO` (tcp(7), `linux/tcp.h`): `tcpi_retransmits` counts timeouts of the retransmission timer and
-//! `tcpi_probes` the window and keepalive probes, both since the last acknowledgement; `tcpi_last_ack_recv` is the time
+//! `tcpi_probes` the window and keepalive probes, both since the last acknowledgement. `tcpi_last_ack_recv` is the time
 //! since the last segment that acknowledged anything, new or old. TCP_USER_TIMEOUT is not suitable: it also ends a
 //! connection whose peer answers every window probe but does not read. The interval of window probes grows up to two
 //! minutes; where the kernel supports it, since 6.15, `TCP_RTO_MAX_MS` limits it.
@@ -156,13 +156,13 @@ impl LivenessMonitor {
         self.away_since.get_or_insert(now);
     }
 
-    /// Whether the stream ended less than `patience` ago and is not back: it may still come.
+    /// Whether the stream ended less than `patience` ago and is not connected: it may still reconnect.
     pub(crate) fn may_return(&self, now: Instant, patience: Duration) -> bool {
         self.away_since.is_some_and(|since| now - since < patience)
     }
 
-    /// Whether the stream has been away for longer than it takes until the end of a process has reached all its
-    /// streams. Streams that end later have another reason.
+    /// Whether the stream has been disconnected for longer than the end of a process takes to reach all its streams.
+    /// Streams that end later have another reason.
     pub(crate) fn is_long_away(&self, now: Instant) -> bool {
         // By then the kernel has ended all streams of a dying process, and this side has noticed.
         self.away_since.is_some_and(|since| now - since > SOON * 3 / 2)
@@ -223,11 +223,11 @@ impl LivenessMonitor {
 /// Keepalive probes of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Probes {
-    /// How long nothing comes before the first.
+    /// The idle time before the first probe.
     pub idle: Duration,
-    /// From one to the next.
+    /// From one probe to the next.
     pub interval: Duration,
-    /// How many go unanswered before the kernel ends the connection.
+    /// How many unanswered probes end the connection.
     pub count: i32,
 }
 
@@ -247,13 +247,13 @@ impl Probes {
         Self { idle, interval, count }
     }
 
-    /// Sets them. Optional: if the kernel refuses, the socket still carries the data.
+    /// Sets the probes. Optional: if the kernel refuses, the socket still carries the data.
     pub(crate) fn set(&self, sock: &impl AsRawFd) {
         let fd = sock.as_raw_fd();
         set_option(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, self.count);
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, self.interval.as_secs().max(1) as i32);
-        // Last: it starts the timer.
+        // Set last, because it starts the timer.
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, self.idle.as_secs().max(1) as i32);
     }
 }
@@ -264,18 +264,19 @@ const TCP_RTO_MAX_MS: libc::c_int = 44;
 /// `TCP_RTO_MIN_US` of `linux/tcp.h`, since Linux 6.16.
 const TCP_RTO_MIN_US: libc::c_int = 45;
 
-/// How soon the kernel repeats a lone packet that was lost, at the earliest, where it can: otherwise after 200 ms, while all
-/// ranks wait. Ten times what two busy hosts take to answer, so that few packets are repeated in vain. An older kernel at the
-/// other end may delay an acknowledgement for 40 ms; then the repetition is a probe that it answers at once.
+/// The earliest time after which the kernel retransmits a lone lost packet, where it supports that. Otherwise it waits 200
+/// ms, while all ranks wait. Ten times what two busy hosts take to answer, so that few packets are retransmitted in vain. An
+/// older kernel at the other end may delay an acknowledgement for 40 ms. Then the retransmission is a probe that it answers
+/// at once.
 const REPEAT_AFTER_US: libc::c_int = 20_000;
 
-/// Makes the kernel repeat what was lost soon.
+/// Makes the kernel retransmit lost packets soon.
 pub(crate) fn repeat_soon(sock: &impl AsRawFd) {
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MIN_US, REPEAT_AFTER_US);
 }
 
-/// Makes the kernel repeat its probes often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
-/// of them (`net.ipv4.tcp_retries2`), which is then still not before `limit`.
+/// Makes the kernel repeat its probes often, where it supports that: a tenth of `limit` apart at most. It gives up
+/// after fifteen probes (`net.ipv4.tcp_retries2`), which is still not before `limit`.
 pub(crate) fn probe_often(sock: &impl AsRawFd, limit: Duration) {
     let most = (limit / 10).as_millis().clamp(1000, 120_000) as libc::c_int;
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
@@ -286,7 +287,7 @@ pub(crate) fn hold_back_from(sock: &impl AsRawFd, bytes: u32) {
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes as i32);
 }
 
-/// Makes the next close drop what is unsent and reset the connection: whatever is under way is in doubt anyhow.
+/// Makes the next close drop unsent data and reset the connection: data under way is in doubt anyhow.
 pub(crate) fn close_hard(sock: &impl AsRawFd) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     // SAFETY: the kernel reads the struct, which outlives the call.
@@ -336,14 +337,14 @@ pub(crate) fn link_down() -> io::Error {
 
 /// A connection that the control thread watches.
 pub(crate) trait Kept: Send + Sync + 'static {
-    /// What the control thread does when it was called, or a check is due.
+    /// The control thread's work when it was called, or when a check is due.
     fn do_chores(&self) -> Progress;
 
     /// As [`Source::fail`].
     fn fail(&self, error: Error);
 }
 
-/// What the control thread holds of such a connection.
+/// The control thread's reference to such a connection.
 struct Chore<C>(Weak<C>);
 
 impl<C: Kept> Source for Chore<C> {
@@ -388,8 +389,8 @@ impl Chores {
         !self.ticking.load(Ordering::Relaxed) && !self.ticking.swap(true, Ordering::SeqCst)
     }
 
-    /// Whether a check is due; otherwise when. The first comes a [`TICK`] after the start, so that a transfer which
-    /// succeeds before that is never checked.
+    /// Whether a check is due; if not, when it will be. The first comes a [`TICK`] after the start, so that a transfer
+    /// which succeeds before that is never checked.
     pub(crate) fn is_due(&self, now: Instant) -> std::result::Result<(), Instant> {
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
         match *due.get_or_insert(now + TICK) {
@@ -398,7 +399,7 @@ impl Chores {
         }
     }
 
-    /// The next check comes `after` this one.
+    /// The next check follows `after` this one.
     pub(crate) fn again(&self, now: Instant, after: Duration) -> Progress {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = Some(now + after);
         Progress { moved: false, again: Some(now + after) }
@@ -513,7 +514,7 @@ mod tests {
             let (send, recv) = (Probes::within(limit, true), Probes::within(limit, false));
             prop_assert!(whole(send) <= limit && whole(recv) <= limit);
             prop_assert!(send.idle + Duration::from_millis(250) <= recv.idle);
-            // Not sooner than it must be, either.
+            // And not too soon.
             prop_assert!(whole(recv) >= limit / 2, "{recv:?}");
         }
     }
@@ -544,7 +545,7 @@ mod tests {
         let (there, _) = listener.accept().expect("a connection");
         let sample = TcpSample::of(&here).expect("the kernel tells");
         assert!(!sample.outstanding && sample.probes == 0, "{sample:?}");
-        // More than the peer's buffers hold, and the peer does not read.
+        // Sends more than the peer's buffers hold, and the peer does not read.
         here.set_nonblocking(true).expect("set");
         let block = vec![0; 1 << 20];
         while io::Write::write(&mut &here, &block).is_ok() {}

@@ -17,7 +17,7 @@ pub(crate) fn net(config: Config) -> Arc<Net> {
     acceptor::net(config, None)
 }
 
-/// A connection with recovery, whose peer listens there.
+/// A connection with recovery, whose peer listens at `remote`.
 pub(crate) fn link(remote: &TcpListener) -> Link {
     Link {
         connection: 7,
@@ -45,7 +45,7 @@ pub(crate) fn sockets() -> (Sock, TcpStream) {
     (ours, listener.accept().expect("it is there").0)
 }
 
-/// The process behind it.
+/// The peer's process.
 pub(crate) fn peer() -> Peer {
     Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
 }

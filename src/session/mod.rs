@@ -2,7 +2,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`net`] | what the connections of the process share, and which there are |
+//! | [`net`] | what the connections of the process share, and the list of connections |
 //! | [`handshake`] | preamble, proof of the secret, parameters |
 //! | [`ports`], [`acceptor`], [`dialer`] | getting connected |
 //! | [`half_open`] | the half-open handshakes |
@@ -12,7 +12,7 @@
 //! | [`seal`] | checksums and encryption, where they are on |
 //! | [`peer`] | the peer, and the error that ended a connection |
 //! | [`liveness`] | detecting a path that has failed silently |
-//! | [`link`] | a connection as its sockets know it, and the options of these |
+//! | [`link`] | the data of a connection that its sockets need, and the sockets' options |
 //! | [`lifeline`] | distinguishing a dead peer from one that is cut off |
 //! | [`owner`] | what a session requests from the connection that owns it |
 //! | [`opening`], [`accept_queue`] | how a new connection gets to its backend, and waits for `accept` |

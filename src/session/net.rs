@@ -42,9 +42,9 @@ pub(crate) struct Net {
     pub poller: Poller,
     /// This process's share of the host.
     share: Share,
-    /// As read at the first `init`.
+    /// The configuration as read at the first `init`.
     pub config: Config,
-    /// What the key file held, when there is one: then every connection is encrypted.
+    /// The content of the key file, if there is one: then every connection is encrypted.
     pub key: Option<SharedKey>,
     /// Host name and process, for the peer's error messages.
     pub label: String,
@@ -96,7 +96,7 @@ impl Source for LinkMonitor {
         if !changes.are_incomplete && !self.unsure.load(Ordering::Relaxed) {
             return Progress::default();
         }
-        // Only once the socket is empty: what happens from here on is notified again.
+        // Read only once the socket is empty: later events cause new notifications.
         let mut unsure = false;
         for interface in net.interfaces() {
             match self.links.is_running(interface) {
@@ -118,7 +118,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds a connection to the list of those that still exist; the list is cleared of the others now and then.
+/// Adds a connection to the list of those that still exist, and now and then removes the others from the list.
 fn add<T: ?Sized>(known: &mut HashMap<u64, Weak<T>>, key: u64, conn: Weak<T>) {
     if known.len() == known.capacity() {
         known.retain(|_, conn| conn.strong_count() > 0);
@@ -126,7 +126,7 @@ fn add<T: ?Sized>(known: &mut HashMap<u64, Weak<T>>, key: u64, conn: Weak<T>) {
     known.insert(key, conn);
 }
 
-/// Those that still exist. A caller that does something with them must not hold the lock.
+/// The connections that still exist. A caller that uses them must not hold the lock.
 fn living<T: ?Sized>(known: &HashMap<u64, Weak<T>>) -> Vec<Arc<T>> {
     known.values().filter_map(Weak::upgrade).collect()
 }
@@ -179,7 +179,7 @@ impl Net {
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
 
-    /// A listener on the given rails: itself, and the addresses of their sockets.
+    /// Returns a listener on the given rails, and the addresses of their sockets.
     ///
     /// # Errors
     /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
@@ -256,16 +256,16 @@ impl Net {
         self.config.streams.unwrap_or_else(|| self.share.streams(rails)).clamp(1, MAX_STREAMS)
     }
 
-    /// Whether a new connection gets its further streams at once, before its first long message: while the process has few
-    /// of them, and descriptors for many.
+    /// Whether a new connection gets its further streams at once, before its first long message. This holds while the
+    /// process has few of them, and descriptors for many.
     ///
-    /// Otherwise their handshakes, in which two threads wake in turn, happen during NCCL's first operations: NCCL's proxy
+    /// Otherwise their handshakes, in which two threads wake in turn, happen during NCCL's first operations. NCCL's proxy
     /// thread then copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their connections had
     /// no further streams yet (two H100, docs/dev/decisions.md). Later connections wait for a long message: an all-to-all
     /// among many ranks has hundreds of them, and most carry little.
     ///
-    /// Where descriptors are scarce (many systems start with 1024 per process), they are kept for connections, this
-    /// side's and its peers', and not used for streams that may never be needed.
+    /// Where descriptors are scarce (many systems start with 1024 per process), both sides keep them for connections.
+    /// They are not used for streams that may never be needed.
     pub(crate) fn may_grow_early(&self) -> bool {
         self.extra_streams.load(Ordering::Relaxed) < EXTRA_STREAMS / 16 && descriptor_budget() == EXTRA_STREAMS
     }
@@ -273,7 +273,7 @@ impl Net {
     /// Counts one more extra stream.
     ///
     /// # Errors
-    /// The budget of the process, when it is used up.
+    /// When the budget of the process is used up; the error is the budget.
     pub(crate) fn stream_begins(&self) -> Result<(), usize> {
         let budget = descriptor_budget();
         if self.extra_streams.load(Ordering::Relaxed) >= budget {
@@ -300,7 +300,7 @@ impl Net {
     }
 
     /// How long a peer whose last stream ended this way may stay away. Silence may be an outage, after which everything
-    /// continues; a reset or an end of file came over a working path.
+    /// continues. A reset or an end of file came over a working path.
     pub(crate) fn patience(&self, error: &io::Error) -> Duration {
         match error.kind() {
             // The kernel's own timeout ends the stream after most of the time has passed.
@@ -313,8 +313,8 @@ impl Net {
         }
     }
 
-    /// Starts listening for links that go down. If that is impossible, the silence of a path shows it later. The next
-    /// connection tries again, since the cause may have been a lack of descriptors.
+    /// Starts listening for links that go down. If listening is impossible, the silence of a path shows the loss later.
+    /// The next connection tries again, since the cause may have been a lack of descriptors.
     fn watch_links(&self) {
         if self.links.get().is_some() {
             return;
@@ -358,7 +358,7 @@ impl Net {
             let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
             let registration =
                 self.poller.control_thread().and_then(|control_thread| control_thread.register(source.clone(), None));
-            // Without a control thread the socket is closed here, which at worst cuts off what the peer has not read.
+            // Without a control thread the socket is closed here. At worst, the peer loses bytes that it has not read.
             let Ok(registration) = registration else { return };
             let _ = self.farewells.set(Farewells { source, registration });
         }
@@ -391,7 +391,8 @@ impl Source for Goodbyes {
         let now = Instant::now();
         socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
-            // Not until the socket is empty: a peer that keeps sending would occupy the control thread.
+            // A bounded number of reads, not until the socket is empty: a peer that keeps sending would occupy the
+            // control thread.
             for _ in 0..AT_ONCE {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
@@ -441,7 +442,7 @@ mod tests {
         let goodbyes = Goodbyes { socks: Mutex::new(vec![Farewell { sock: ours, deadline, _cargo: None }]) };
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            // Until the socket is closed here.
+            // Sends until this side closes the socket.
             scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
                     if theirs.write_all(&[0; 64 << 10]).is_err() {

@@ -22,7 +22,7 @@ pub(crate) struct Handed {
     pub peer: Peer,
     /// The socket. Nothing that was sent after the handshake has been read from it.
     pub sock: Sock,
-    /// How it is protected.
+    /// How the stream is protected.
     pub seal: Seal,
 }
 
@@ -55,10 +55,10 @@ pub(crate) trait Door: Send + Sync {
     fn close(&self);
 }
 
-/// A new connection on the listening side. Its listener gets it once the peer is known to have the welcome: if a path
+/// A new connection on the listening side. Its listener gets it once the peer is known to have the welcome. If a path
 /// fails before, the peer may start again from the beginning, and this connection is dropped.
 pub(crate) trait Opening: Send + Sync {
-    /// Whether the listener has yet to get it.
+    /// Whether the listener has not got the connection yet.
     fn is_waiting(&self) -> bool;
 
     /// The peer has the welcome. The listener gets the connection, unless it already has it.
@@ -67,6 +67,6 @@ pub(crate) trait Opening: Send + Sync {
     /// When the socket cannot be used.
     fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()>;
 
-    /// The peer has the welcome, but nothing will bring it back here. The listener gets the error.
+    /// The peer has the welcome, but cannot reconnect to this side. The listener gets the error.
     fn refuse(&self, why: Error);
 }

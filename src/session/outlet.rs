@@ -2,11 +2,12 @@
 //!
 //! If two interfaces are in one subnet, the kernel sends everything over the first. A stream that belongs to the second
 //! binds its socket to that interface, if this host's settings keep the interfaces apart ([`route::egress`]). A bound
-//! socket also drops everything that arrives on another interface, so it cannot reach a peer whose answers come back by
+//! socket also drops everything that arrives on another interface. So it cannot reach a peer whose answers come back by
 //! another path (asymmetric routes, a strict `rp_filter` on the peer's host). Therefore a bound socket gets little time
-//! to connect, the next attempt is not bound, and if only that one succeeds the process no longer binds for this peer.
+//! to connect, the next attempt is not bound, and if only the unbound one succeeds the process no longer binds for this
+//! peer.
 //!
-//! The accepting side binds nothing: it sends only acknowledgements, and it could not undo the binding when they do not
+//! The accepting side binds nothing: it sends only acknowledgements, and could not undo the binding if these do not
 //! arrive.
 
 use std::collections::BTreeSet;
@@ -18,7 +19,7 @@ use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
 use crate::os::route::{self, Egress};
 
-/// What the process has learned.
+/// What the process has found out.
 #[derive(Debug, Default)]
 pub(crate) struct Outlets {
     /// Interfaces, and the peers that cannot be reached from a socket bound to them.
@@ -54,7 +55,7 @@ impl Outlets {
         let from = rail.address.ip();
         let by = match route::egress(from, rail.index, to.ip()) {
             Egress::AsRouted => return,
-            // `Bind`: the kernel refused to bind, or it did not help.
+            // `Bind`: the kernel refused to bind the socket, or binding did not help.
             Egress::Strays(by) | Egress::Bind(by) => by,
         };
         let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.reported, (rail.index, by))) else { return };
@@ -67,8 +68,8 @@ impl Outlets {
     }
 }
 
-/// The hint to log. None where this is intended: the address is the host's and not one of a subnet (a /32 or /128,
-/// often on `lo`), so its packets leave by any interface that leads to the peer.
+/// The hint to log. None where the other path is intended. In that case the address belongs to the host and to no
+/// subnet (a /32 or /128, often on `lo`). Its packets leave by any interface that leads to the peer.
 fn cure(rail: &Rail, to: IpAddr) -> Option<String> {
     let own = rail.address.ip();
     let mask = interfaces::list().unwrap_or_default().into_iter().find(|one| one.address.ip() == own)?.mask?;

@@ -1,9 +1,9 @@
 //! What a session requests from the connection that owns it.
 //!
-//! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The data
-//! on the sockets is the owner's: a connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending on
-//! its side of the handshake, and [`Streams`] if it has more than one socket. How a first connection is made is
-//! described in [`opening`](super::opening).
+//! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The owner
+//! handles the data on the sockets. A connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending
+//! on its side of the handshake, and [`Streams`] if it has more than one socket. How a first connection is made is described
+//! in [`opening`](super::opening).
 //!
 //! Mostly the control thread calls these functions; workers and NCCL's thread call some. They may wait for the holder
 //! of a stream, but never for the network.
@@ -18,7 +18,7 @@ use super::seal::agreement::Keys;
 use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 
-/// What a session requests on both sides.
+/// The functions that a session requests on both sides.
 pub(crate) trait Owner: Send + Sync {
     /// Number, key, rails.
     fn link(&self) -> &Link;
@@ -38,7 +38,7 @@ pub(crate) trait ListeningSide: Owner {
     /// When this stream may not join in this epoch, or its socket cannot be used. The peer then tries again.
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()>;
 
-    /// Whether the peer is still to be called about the outage that began at that time.
+    /// Whether to continue to call the peer about the outage that began at that time.
     fn is_calling(&self, since: Instant) -> bool;
 
     /// A stream that has ended, and its epoch, to name in a call; `turn` counts the calls.
@@ -80,7 +80,7 @@ pub(crate) trait ConnectingSide: Owner {
     /// last one before its welcome was lost.
     fn next_epoch(&self, stream: usize) -> u16;
 
-    /// A stream is connected again, and both sides have proved themselves.
+    /// A stream has reconnected, and both sides have proved themselves.
     ///
     /// # Errors
     /// When the peer's count of frames is impossible, or the socket cannot be watched.
@@ -109,8 +109,8 @@ pub(crate) struct Joined {
 /// The connecting side of a connection over several streams.
 ///
 /// A stream's **own pair** of rails is the one that its number gives. While it is connected over another pair, this side
-/// tries to move it back. It **prefers** its own pair too when it is connected again, unless it first connected over
-/// another one: then it prefers that, until it has been on its own.
+/// tries to move it back. When it reconnects it also **prefers** its own pair. The exception is a stream that first
+/// connected over another pair: it prefers that one, until it has been on its own.
 pub(crate) trait Streams: ConnectingSide {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.
@@ -134,7 +134,7 @@ pub(crate) trait Streams: ConnectingSide {
     /// Whether streams that end are connected again.
     fn recovers(&self) -> bool;
 
-    /// Whether the peer may be dead, so that each path to it gets only a moment.
+    /// Whether the peer may be dead. Then each path to it gets only a moment.
     fn is_in_a_hurry(&self) -> bool;
 
     /// Whether refusals over some of the paths may be enough to give the peer up.
@@ -143,7 +143,7 @@ pub(crate) trait Streams: ConnectingSide {
     /// How long to wait before this stream is connected again.
     fn pause(&self, stream: usize) -> Duration;
 
-    /// Whether no other repair of this stream is under way: then the caller begins one.
+    /// Whether no other repair of this stream is under way. If so, the caller begins one.
     fn begin_repair(&self, stream: usize) -> bool;
 
     /// The caller has finished the repair, or given up.

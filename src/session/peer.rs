@@ -14,16 +14,16 @@ use crate::os::log;
 /// The other end, for messages.
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
-    /// Its label: host name and process.
+    /// The peer's label: host name and process.
     pub label: String,
-    /// Where the first stream comes from or goes to.
+    /// The peer's address on the first stream.
     pub address: SocketAddr,
 }
 
 impl Peer {
-    /// Warns the user that a connection with the peer failed. When a warning about this peer has been given, only
-    /// NCCL's INFO log gets it: a process that aborts or dies ends all its connections, and one warning is enough.
-    /// Faults found or made on this side are logged each time.
+    /// Warns the user that a connection with the peer failed. After a first warning about this peer, further ones go
+    /// only to NCCL's INFO log: a process that aborts or dies ends all its connections, and one warning is enough.
+    /// Faults of this side, or found by it, are logged each time.
     pub(crate) fn warn_of(&self, doing: &str, error: &Error) {
         if !is_its_end(error) || log::once_per(&self.label).is_some() {
             tracing::warn!(target: log::NET, "{doing} {self} failed: {error}");
@@ -151,7 +151,7 @@ impl Health {
     /// has no memory; then there are none now either.
     ///
     /// # Errors
-    /// The end of the stream: a goodbye if one is all that it can be, else a loss.
+    /// The end of the stream: a goodbye if the end can be nothing else, otherwise a loss.
     #[inline]
     pub(crate) fn read(
         &self,
@@ -234,7 +234,7 @@ pub(crate) fn lost(error: &io::Error) -> Error {
     Error::remote(what).with_hint("look at the peer's log: it may have crashed, been killed, or lost its network")
 }
 
-/// The error for what was still outstanding when the peer said goodbye.
+/// The error for requests that were still outstanding when the peer said goodbye.
 pub(crate) fn left_early(peer: &Peer) -> Error {
     Error::remote("the peer closed the connection before this transfer was complete")
         .with_peer(peer)
@@ -246,7 +246,7 @@ pub(crate) fn left_early(peer: &Peer) -> Error {
 pub(crate) enum Broken {
     /// End of file or an error of the socket.
     Lost(io::Error),
-    /// The peer said goodbye before.
+    /// The peer had said goodbye before.
     Goodbye,
     /// The protocol was violated, or the peer reported a failure: the whole connection ends.
     Fatal(Error),
@@ -278,7 +278,7 @@ mod tests {
         health.fail_telling(Error::remote("later"), || panic!("the peer was told before"));
     }
 
-    /// This side's failure, with its hint, must not be hidden by a connection that the peer had given up just before.
+    /// A connection that the peer gave up just before must not hide this side's failure and its hint.
     #[test]
     fn only_an_end_by_the_peer_is_no_news_the_second_time() {
         let peer = Peer { label: "host:1".to_owned(), address: ([127, 0, 0, 1], 1).into() };

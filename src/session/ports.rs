@@ -1,7 +1,7 @@
 //! The listening sockets of the process.
 //!
-//! One listening socket per local address serves the whole process and outlives every `closeListen`: a handle names its
-//! listener by an id derived from its secret, and streams that break later come back to the same socket.
+//! One listening socket per local address serves the whole process and outlives every `closeListen`. A handle names its
+//! listener by an id derived from its secret, and streams that break later reconnect to the same socket.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,7 +25,7 @@ pub(super) const AT_ONCE: usize = 64;
 
 /// A listener that NCCL requested.
 pub(crate) struct Listener {
-    /// What its handle carries.
+    /// The secret in its handle.
     pub secret: Secret,
     /// The rails that its connections may use.
     pub rails: Arc<[Rail]>,
@@ -40,21 +40,21 @@ struct Port {
     _registration: Registration,
 }
 
-/// What happens to a listening socket whose address is not there at the moment.
+/// How to treat a listening socket whose address does not exist at the moment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Absent {
-    /// It listens anyway, for the time when the address is back.
+    /// It listens anyway and can be used when the address is back.
     Awaited,
-    /// Opening it fails.
+    /// Opening the socket fails.
     Refused,
 }
 
-/// Lets a socket be bound to an address that is not there.
+/// Allows binding a socket to an address that does not exist now.
 ///
-/// An interface that is taken down loses its IPv6 addresses. A connection learns its peer's addresses once, when it is
-/// made: if one of several rails is down at that moment, it can be used later only if its port is already known and a
-/// socket listens there once the address is back. For a device's only rail this is not done: nothing else would carry
-/// the connection, and `listen` can report at once what is wrong.
+/// An interface that is taken down loses its IPv6 addresses. A connection gets its peer's addresses once, when it is
+/// made. A rail that is down at that moment can be used later on two conditions: its port is already known, and a
+/// socket listens there once the address is back. A device's only rail is treated differently: no other rail would
+/// carry the connection, and `listen` can report the fault at once.
 ///
 /// This is optional: if the system refuses it (a sandbox, an old kernel), a rail without an address is left out.
 fn allow_absent(sock: &Sock, address: SocketAddr) {
@@ -76,7 +76,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Ports {
-    /// No socket listens yet.
+    /// A state in which no socket listens yet.
     pub(super) fn new(take_in: TakeIn) -> Self {
         Self { take_in, ports: Mutex::default(), listeners: Mutex::default() }
     }
@@ -86,7 +86,7 @@ impl Ports {
         lock(&self.listeners).get(&id).cloned()
     }
 
-    /// A listener on the given rails: itself, and the addresses of their sockets.
+    /// Returns a listener on the given rails, and the addresses of their sockets.
     ///
     /// # Errors
     /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
@@ -98,7 +98,7 @@ impl Ports {
         door: Arc<dyn Door>,
     ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
-        // If there are several, one whose socket cannot be opened is left out.
+        // If there are several rails, one whose socket cannot be opened is left out.
         let addresses = if rails.len() > 1 { self.addresses(poller, &rails) } else { Vec::new() };
         let addresses = if addresses.is_empty() { vec![self.port(poller, first, Absent::Refused)?] } else { addresses };
         let listener = Arc::new(Listener { secret: Secret::random()?, rails, traffic_class, door });
@@ -182,7 +182,7 @@ static DROPPED: Limiter = Limiter::new();
 
 impl Source for PortSource {
     fn poll(&self) -> Progress {
-        // The connections already accepted are served in between.
+        // In between, the control thread serves the connections already accepted.
         for _ in 0..AT_ONCE {
             let mut from = None;
             let accepted = Registered::open(|| {
@@ -203,7 +203,7 @@ impl Source for PortSource {
                     if error.kind() == io::ErrorKind::Interrupted
                         || error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    // Out of descriptors, mostly. The connection waits in the kernel's queue.
+                    // Usually a lack of descriptors. The connection waits in the kernel's queue.
                     let why = advice(&error).map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"));
                     ACCEPT_TROUBLE.tell(|more| {
                         tracing::warn!(target: NET, "a connection cannot be accepted now: {why}{more}");

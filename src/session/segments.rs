@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// How long a segment size is remembered. After that the path may have been repaired, and a connection tries full ones
-/// again.
+/// How long a segment size is remembered. After that the path may have been repaired, and a connection tries full
+/// segments again.
 const REMEMBERED: Duration = Duration::from_secs(3600);
 
-/// What was found, and when.
+/// The segment sizes that were found, and when.
 #[derive(Debug, Default)]
 pub(crate) struct Segments(HashMap<IpAddr, (u32, Instant)>);
 

@@ -2,9 +2,8 @@
 //!
 //! A socket that is full or empty returns `EAGAIN`, and epoll reports when that has changed. `ENOBUFS` and `ENOMEM` are
 //! different: the kernel could not get the memory for this one call, no edge follows, and a stream that waited for one
-//! would wait for ever. So a thread that gets one of them hands the stream to this module, and the control thread runs
-//! the stream again a little later, as often as needed: the shortage is the host's, and no reason to give up a
-//! connection.
+//! would wait for ever. So a thread that gets one of them hands the stream to this module. The control thread runs the
+//! stream again a little later, as often as needed. The shortage is the host's, and no reason to give up a connection.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,7 +35,7 @@ impl Short {
         self.0.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
     }
 
-    /// It is about to be run.
+    /// Stream `index` is about to be run.
     pub(crate) fn ends(&self, index: usize) {
         self.0.fetch_and(!(1 << index), Ordering::SeqCst);
     }

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 /// How long a close waits for an answer of a peer whose paths work: its process may be stopped.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long a close waits at least when a path may have failed at that moment: until that is noticed, and what was on it
-/// has been resent. That takes 3 s, and as long as all paths are down. Shorter than [`Silences`] remembers a peer.
+/// How long a close waits at least when a path may have failed at that moment: until the failure is noticed and lost
+/// data has been resent. That takes 3 s, plus the time for which all paths are down. Shorter than [`Silences`] remembers
+/// a peer.
 pub(crate) const CLOSE_RECOVERY: Duration = Duration::from_secs(20);
 
 /// After this time without a close the peer may be back.
@@ -58,7 +59,7 @@ mod tests {
         assert_eq!(silences.since("a:1", later), None);
     }
 
-    /// The first close may wait longer than that, and the next one follows at once.
+    /// The first close may wait longer than that, and the next one follows immediately.
     #[test]
     fn a_silence_is_as_old_as_its_last_close() {
         let (mut silences, start) = (Silences::default(), Instant::now());

@@ -14,14 +14,14 @@ use super::link::Link;
 /// The largest number of tombstones: about 100 bytes each.
 const MOST: usize = 4096;
 
-/// What is remembered of a connection.
+/// The remembered data of a connection.
 #[derive(Debug, Clone)]
 pub(crate) struct Tombstone {
     connection: u64,
     until: Instant,
     /// The secret that further streams prove.
     pub key: Secret,
-    /// How many messages it had received.
+    /// How many messages the connection had received.
     pub received: u64,
 }
 

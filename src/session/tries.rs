@@ -13,8 +13,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// first packet once.
 pub(crate) const TRY: Duration = Duration::from_secs(2);
 
-/// The longest try on a path of unknown length: a round trip of [`ROUND_TRIP_MAX`], and a first packet that is lost and
-/// repeated after 1 s, 2 s and 4 s.
+/// The longest try on a path of unknown length. It covers a round trip of [`ROUND_TRIP_MAX`], and a first packet that
+/// is lost and repeated after 1 s, 2 s and 4 s.
 const LONGEST: Duration = Duration::from_secs(8);
 
 /// The longest round trip that is supported (`LONGEST`).
@@ -34,7 +34,7 @@ pub(crate) fn first(tries: u32, paths: usize) -> Duration {
 /// moment, and twice as long in the next round.
 pub(crate) fn again(tries: u32, paths: usize, hurry: bool, round_trip: Duration) -> Duration {
     let round = tries / paths.max(1) as u32;
-    // After eight attempts over each path it may have become longer.
+    // After eight attempts over each path, the path may have become longer.
     let most = TRY * (1 << (round / 8).min(2));
     let least = if hurry { (QUICK * (1 << round.min(6))).min(most) } else { most };
     // An answer takes one round trip; one lost packet is repeated after as long again.
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(again(0, 1, false, near), TRY);
         assert_eq!(again(0, 2, true, near), QUICK);
         assert_eq!(again(2, 2, true, near), QUICK * 2);
-        // A path that has become longer.
+        // A path whose round trip has become longer.
         assert_eq!(again(1000, 1, false, near), LONGEST);
     }
 

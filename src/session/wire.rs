@@ -101,7 +101,7 @@ fn message_of(iov: &mut [libc::iovec]) -> libc::msghdr {
     message
 }
 
-/// Receives into one piece what has arrived. `None`: nothing has; `Some(0)`: the peer has shut down its side.
+/// Receives arrived bytes into one piece. `None`: none have arrived; `Some(0)`: the peer has shut down its side.
 ///
 /// # Errors
 /// Those of `recv(2)`.
@@ -177,8 +177,8 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
         if moved >= 0 {
             return Ok(Some(moved as usize));
         }
-        // Only the number: "nothing has arrived" is the result of nearly every poll, and not an error.
-        // SAFETY: the C library's, for this thread.
+        // Checks only the number: "nothing has arrived" is the result of nearly every poll, and not an error. SAFETY:
+        // the C library's, for this thread.
         match unsafe { *libc::__errno_location() } {
             libc::EAGAIN => return Ok(None),
             libc::EINTR => {}
@@ -187,12 +187,12 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
     }
 }
 
-/// As [`receive`] into one piece, but what has arrived stays in the socket until [`discard`] removes it.
+/// As [`receive`], but the bytes stay in the socket until [`discard`] removes them.
 ///
-/// While data is left there the kernel does not acknowledge: it does so when a read empties the socket, inside that
-/// call, which takes longer than the rest of it (not in tcp(7); see Linux's `tcp_cleanup_rbuf`). So a thread that peeks
-/// has a short message sooner, and pays for the acknowledgement later. If no thread discards the data, the kernel's
-/// delayed acknowledgement is sent within 40 ms.
+/// While data is left there the kernel does not acknowledge. It does so when a read empties the socket, inside that
+/// call, and that takes longer than the rest of the call (not in tcp(7); see Linux's `tcp_cleanup_rbuf`). So a thread
+/// that peeks has a short message sooner, and pays for the acknowledgement later. If no thread discards the data, the
+/// kernel's delayed acknowledgement is sent within 40 ms.
 ///
 /// # Errors
 /// Those of `recv(2)`.
@@ -222,7 +222,7 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::ENOMEM))
 }
 
-/// For callers that poll again anyway: a shortage is treated as if nothing could move.
+/// For callers that poll again anyway: treats a shortage as if nothing could move.
 ///
 /// # Errors
 /// Every other failure.
@@ -240,9 +240,9 @@ pub(crate) fn unsent(fd: RawFd) -> usize {
 
 /// Copies bytes in ascending order, in units of eight where both sides allow it.
 ///
-/// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128 protocols),
-/// and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last. Volatile stores
-/// keep their program order, and on x86-64 other observers see the same order. Other architectures get a fence where it
+/// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128 protocols).
+/// The C library's `memcpy` does not promise an order: it stores the first bytes of a block last. Volatile stores keep
+/// their program order, and on x86-64 other observers see the same order. Other architectures get a fence where it
 /// matters: where a flag begins.
 ///
 /// # Safety
@@ -365,8 +365,8 @@ mod tests {
         assert_eq!(peeked().unwrap(), b"");
     }
 
-    /// As a GPU reads a message in LL128: once the last eight bytes of a line hold the number of the step, the 120
-    /// before them are used. With `ptr::copy_nonoverlapping` this fails: the C library stores the first vector of a
+    /// The reader acts as a GPU does with LL128: once the last eight bytes of a line hold the number of the step, it
+    /// uses the 120 before them. With `ptr::copy_nonoverlapping` this fails: the C library stores the first vector of a
     /// block last.
     #[test]
     fn a_flag_is_never_seen_before_its_line() {

@@ -13,7 +13,7 @@ use crate::session::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
 use crate::session::loopback;
 use crate::tcp::listener::Listener;
 
-/// A handshake as the connecting side does it. The socket, the welcome, and the key of a new connection.
+/// A handshake as the connecting side does it. Returns the socket, the welcome, and the key of a new connection.
 fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Secret) {
     let mut stream = TcpStream::connect(at).expect("it listens");
     stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
@@ -33,8 +33,8 @@ fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Se
     (stream, welcome, key)
 }
 
-/// The path of a first stream fails between the welcome and the peer's confirmation, and the peer comes back over
-/// another socket. The entry that waited for its return must go, and must not keep the connection in memory.
+/// The path of a first stream fails between the welcome and the peer's confirmation, and the peer reconnects over
+/// another socket. The entry that waited for its return must be removed, and must not keep the connection in memory.
 #[test]
 fn a_handshake_that_broke_after_the_welcome_keeps_nothing_when_the_peer_is_back() {
     let net = loopback::net(Config { peer_timeout: Duration::from_millis(500), ..Config::default() });

@@ -28,7 +28,7 @@ pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn ListeningSide>, pair: usize, si
     let purpose = Call { conn: Arc::downgrade(conn), pair, since };
     let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
     if let Err(error) = Dial::start(net, purpose, start + NO_DEADLINE, begin) {
-        // The result is unknown then, as if no answer had come.
+        // The result is unknown then, as without an answer.
         tracing::debug!(target: NET, "the peer cannot be called: {error}");
     }
 }
@@ -56,7 +56,7 @@ impl Purpose for Call {
         self.conn.upgrade().map_or(TRY, |conn| tries::again(attempt, 1, true, conn.link().round_trip))
     }
 
-    /// The other side closes it after the same time.
+    /// The other side closes the socket after the same time.
     fn hold(&self) -> Duration {
         tries::PATIENCE
     }

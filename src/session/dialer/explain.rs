@@ -1,4 +1,4 @@
-//! What is probably wrong when a first connection does not come up, from what this side knows of the addresses.
+//! The probable cause when a first connection cannot be made, as far as this side can tell from the addresses.
 
 use std::net::IpAddr;
 
@@ -16,14 +16,14 @@ pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     let mine: Vec<IpAddr> = target.rails.iter().map(|rail| rail.address.ip()).collect();
     let names = target.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+");
     let family = other_family(peer.ip(), &mine, &names, config.socket_family);
-    // A host without any address of the peer's family has no local address for the connection: the kernel's code is that of
-    // a host without a free port.
+    // A host without any address of the peer's family has no local address for the connection. The kernel returns the same
+    // code as for a host without a free port.
     if error.hint() == Some(NO_PORT_HINT)
         && let Some(hint) = family
     {
         return error.with_hint(hint);
     }
-    // Out of descriptors, of memory: nothing to do with addresses.
+    // A lack of descriptors or memory, which has nothing to do with addresses.
     if error.cause() == Cause::System && error.has_hint() {
         return error;
     }
@@ -38,7 +38,7 @@ pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     }
 }
 
-/// The failure where the connection was accepted and nothing of Towline came back.
+/// The failure when the other side accepted the connection and then sent no Towline message.
 pub(super) fn not_towline(what: &str) -> Error {
     Error::new(Cause::Remote, what).with_hint(
         "its process may be stopped or about to end, or something else accepts connections in its place: for a service mesh's \
@@ -82,7 +82,8 @@ fn of_this_host(peer: IpAddr, is_local: bool) -> Option<String> {
         .then(|| format!("{peer} is good on one link only, such as the one to a management controller: {cure}"))
 }
 
-/// This host's `rp_filter` drops answers on an interface that does not lead to the peer: mostly one of two in one subnet.
+/// This host's `rp_filter` drops answers on an interface that does not lead to the peer, usually one of two in one
+/// subnet.
 fn filtered(peer: IpAddr, rail: &Rail) -> Option<String> {
     let Egress::Strays(by) = route::egress(rail.address.ip(), rail.index, peer) else { return None };
     let by = route::name_of(by).filter(|_| peer.is_ipv4() && route::is_strict(rail.index))?;

@@ -22,7 +22,7 @@ pub(super) fn refused(error: &io::Error) -> Error {
     if advice(error).is_some() {
         return Error::system("connecting", error);
     }
-    // What this host lacks, wherever the peer is.
+    // A resource that this host lacks, whatever the peer.
     let lacks = match error.raw_os_error() {
         Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => Some(NO_PORT_HINT),
         None if error.kind() == io::ErrorKind::AddrNotAvailable => Some("look at the host's addresses (ip address)"),
@@ -40,7 +40,7 @@ pub(super) fn refused(error: &io::Error) -> Error {
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)
 }
 
-/// No answer came for so long.
+/// The error when no answer arrived for this long.
 pub(super) fn unanswered(waited: Duration) -> Error {
     let hint =
         "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls";
@@ -57,7 +57,7 @@ pub(super) const FORBIDDEN_TEXT: &str = "this host does not let the connection o
 
 /// The failure when connect(2) itself fails before any packet is sent: `EACCES` (a route of type prohibit), `EPERM` (a
 /// firewall or security module), `EINVAL` (a route of type blackhole). The same codes in an answer from the network are
-/// different: another host sent them, and they may go away.
+/// different: another host sent them, and the cause may disappear.
 pub(super) fn forbidden(error: &io::Error) -> Option<Error> {
     matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::EINVAL)).then(|| {
         Error::new(Cause::System, format!("{FORBIDDEN_TEXT} ({error})")).with_hint(

@@ -126,7 +126,7 @@ impl Dial {
                     state.watch = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
-                    // On another pair than its own the stream stays only for a time.
+                    // A stream stays on another pair than its own only for a time.
                     if let (Some(rail), Some(peer), false) = (&state.rail, peer, state.on_other_pair) {
                         self.net.outlets.connected(&sock, rail, peer, state.goes_unbound);
                     }

@@ -1,4 +1,4 @@
-//! A further stream of a connection, or one that is connected again.
+//! A further stream of a connection, or a stream that reconnects.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -16,7 +16,8 @@ use crate::session::owner::{Joined, Streams};
 use crate::session::seal::Seal;
 use crate::session::tries::{self, TRY};
 
-/// When a stream that was never connected over its own rails begins to try them; one that was tries them after [`SELDOM`].
+/// When a stream that was never connected over its own rails begins to try them. A stream that was tries them after
+/// [`SELDOM`].
 const RARELY: Duration = Duration::from_secs(30);
 
 /// `repair`: until the stream is back, or the connection ends.
@@ -52,8 +53,8 @@ fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, 
     }
 }
 
-/// Reconnects stream `index`, over its own rails while other streams carry the load. It goes on until the stream is
-/// back or the connection is over. Does nothing when a repair is already under way.
+/// Reconnects stream `index`, over its own rails while other streams carry the load. The repair continues until the
+/// stream is connected or the connection is over. Does nothing when a repair is already under way.
 pub(crate) fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     if !conn.begin_repair(index) {
         return;
@@ -134,7 +135,7 @@ impl Purpose for Join {
     fn patience(&self, attempt: u32) -> Duration {
         self.conn().map_or(TRY, |conn| {
             let (pairs, round_trip) = (conn.link().pairs(), conn.link().round_trip);
-            // With no stream connected, or when that is possible, the peer is already waiting for this side.
+            // If no stream is connected, or possibly none, the peer is already waiting for this side.
             let hurry = pairs > 1 && (!self.repair || conn.is_in_a_hurry());
             tries::again(if self.repair { attempt + 1 } else { attempt }, pairs, hurry, round_trip)
         })

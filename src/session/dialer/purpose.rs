@@ -1,4 +1,4 @@
-//! What a dial is for: everything in which a first connection, a stream that joins or comes back, and a call differ.
+//! What a dial is for: all differences between a first connection, a stream that joins or reconnects, and a call.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::session::tries::TRY;
 pub(super) struct Route {
     /// This side's rail.
     pub rail: Option<Rail>,
-    /// Whether the socket is bound to the rail's address: where there is a choice.
+    /// Whether the socket is bound to the rail's address, which is the case where there is a choice.
     pub binds: bool,
     /// The other side's address.
     pub remote: SocketAddr,
@@ -156,12 +156,12 @@ pub(super) trait Purpose: Send + Sync {
     /// What an attempt shows about a peer that may be dead.
     fn answered(&self, _began: Instant, _pair: usize, _answer: Answer) {}
 
-    /// The pause after each try that failed, where no failure ends the dial.
+    /// The pause after each failed try, for dials that no failure ends.
     fn goes_on_after(&self) -> Option<Duration> {
         None
     }
 
-    /// Whether the connection has other streams, so that the peer is known to be alive whatever refuses an attempt.
+    /// Whether the connection has other streams. Then the peer is known to be alive even if an attempt is refused.
     fn is_connected(&self) -> bool {
         false
     }
@@ -184,7 +184,7 @@ pub(super) trait Purpose: Send + Sync {
     /// The stream stays where it is for a while.
     fn put_off(&self, _net: &Arc<Net>) {}
 
-    /// The error, extended by what else is known about its cause.
+    /// The error, extended by other known facts about its cause.
     fn explain(&self, error: Error, _config: &Config) -> Error {
         error
     }
@@ -196,8 +196,8 @@ pub(super) trait Purpose: Send + Sync {
     fn ended(&self, _began: bool, _is_connected: bool) {}
 }
 
-/// Source and destination of a try, when tries begin with the pair of rails `first`: first each rail with its counterpart; in
-/// the next rounds, should these not share a network, with others.
+/// Source and destination of a try, when tries begin with the pair of rails `first`. First each rail is tried with its
+/// counterpart. Later rounds combine it with others, in case the two do not share a network.
 pub(super) fn between(rails: &[Rail], addresses: &[SocketAddr], first: usize, attempt: u32) -> Option<Route> {
     let pairs = rails.len().max(addresses.len()).max(1);
     let (pair, round) = ((attempt as usize + first) % pairs, attempt as usize / pairs);

@@ -1,4 +1,4 @@
-//! Another socket for a connection with one socket, after its own has fallen silent or was cut.
+//! Replaces the socket of a connection with one socket, after that socket has fallen silent or was cut.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -43,7 +43,7 @@ impl Purpose for Resume {
 
     fn route(&self, attempt: u32) -> Option<Route> {
         let conn = self.conn().ok()?;
-        // Not over the silent pair, for the first attempt.
+        // The first attempt avoids the silent pair.
         between(&conn.link().local, &conn.link().remote, 1, attempt)
     }
 

@@ -1,4 +1,4 @@
-//! Races between two threads while a stream comes back.
+//! Races between two threads while a stream reconnects.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,8 +26,8 @@ impl Source for Bell {
     }
 }
 
-/// The thread that notices the break finds a repair still under way, the one that has just reconnected the stream, and
-/// relies on it.
+/// The thread that notices the break finds a repair still under way: the one that has just reconnected the stream. The
+/// thread relies on that repair.
 #[test]
 fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     let net = loopback::net(Config::default());
@@ -89,7 +89,7 @@ impl Owner for Missing {
     }
 }
 
-/// The process is alive, but the connection does not come back: the caller must not wait as long as for a peer that is
+/// The process is alive, but the connection does not reconnect: the caller must not wait as long as for a peer that is
 /// only late.
 #[test]
 fn a_call_for_a_connection_that_has_failed_is_turned_away() {

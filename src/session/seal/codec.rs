@@ -6,8 +6,8 @@
 //! | encrypted | header (48 + 16) · text, if any (n + 16) | header (48 + 16) · payload (n + 16) |
 //!
 //! The checksum is a CRC-32C (RFC 3720; processors have an instruction for it) over the first 44 bytes of the header
-//! and the payload, so that a payload is accepted only behind its own header. A chunk without payload has no checksum:
-//! its header's own check covers it.
+//! and the payload. So a payload is accepted only behind its own header. A chunk without payload has no checksum: its
+//! header's own check covers it.
 //!
 //! Encryption is AES-256-GCM (NIST SP 800-38D). Header and payload are separate records, since the header holds the
 //! length of the payload. Nonces are not sent: records are counted from 0 in each direction of each epoch of a stream,
@@ -26,11 +26,11 @@ use crate::session::wire::Piece;
 /// Bytes of a checksum.
 const CHECKSUM: usize = 4;
 
-/// Records under one key. 2^24 records of at most 512 KiB keep the probability of distinguishing the cipher from a
-/// random function below 2^-50 (SP 800-38D; the calculation is that of RFC 8446, section 5.5).
+/// Records under one key. With 2^24 records of at most 512 KiB, the probability of distinguishing the cipher from a
+/// random function stays below 2^-50 (SP 800-38D; calculated as in RFC 8446, section 5.5).
 const RECORDS_PER_KEY: u64 = 1 << 24;
 
-/// Why arrived bytes are not accepted.
+/// Why the opener does not accept arrived bytes.
 #[derive(Debug)]
 pub enum Refused {
     /// Bytes were modified on the way. The stream must end: the position of the next frame is unknown.
@@ -94,7 +94,7 @@ impl Records {
 /// A chunk as it goes onto the wire.
 #[derive(Debug)]
 pub enum Sealed {
-    /// Header, payload where it is, checksum.
+    /// Header, payload in its own place, checksum.
     Summed([u8; HEADER], Piece, [u8; CHECKSUM]),
     /// Everything, as it is on the wire.
     Bytes(Vec<u8>),
@@ -262,7 +262,7 @@ impl Opener {
 pub(super) mod testing {
     use super::*;
 
-    /// As the normal ones, but with a new key after this many records.
+    /// As the normal pair, but with a new key after this many records.
     pub(crate) fn encrypted_pair(key: &StreamKey, records_per_key: u64) -> (Sealer, Opener) {
         let (mut sealer, mut opener) = (Sealer::encrypted(key), Opener::encrypted(key));
         for records in [&mut sealer.records, &mut opener.records].into_iter().flatten() {

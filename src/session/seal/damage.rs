@@ -21,7 +21,7 @@ const CHUNKS: usize = 256;
 /// Which chunk is damaged: tag, order and offset of the chunk, or None for a header.
 pub(crate) type ChunkId = Option<(i32, u64, u64)>;
 
-/// What has arrived damaged recently on one connection.
+/// The chunks that have arrived damaged recently on one connection.
 #[derive(Debug, Default)]
 pub(crate) struct Damage(Mutex<Recent>);
 
@@ -29,7 +29,7 @@ static REPORTED: Limiter = Limiter::new();
 
 impl Damage {
     /// Something arrived damaged: counts and logs it, and decides how to go on. With recovery the stream is reconnected
-    /// and what was lost is resent; without recovery, or when it happens again and again, the connection ends.
+    /// and lost data is resent. Without recovery, or when damage occurs again and again, the connection ends.
     pub(crate) fn found(&self, chunk: ChunkId, recovery: bool, peer: &Peer, counters: &Counters) -> Broken {
         Counters::bump(&counters.damaged);
         let is_tolerable = self.0.lock().unwrap_or_else(PoisonError::into_inner).note(chunk, Instant::now());

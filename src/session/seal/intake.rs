@@ -1,7 +1,7 @@
 //! The bounce buffer: where the arriving frames of a protected stream wait until they are complete and checked.
 //!
-//! Nothing leaves it unchecked. It holds a few KiB while a stream carries short frames and grows to the size of the
-//! chunks that arrive, to [`LARGEST`] at most; a frame that claims to be longer is refused when its header is read.
+//! No byte leaves the buffer unchecked. It holds a few KiB while a stream carries short frames and grows to the size of
+//! the chunks that arrive, to [`LARGEST`] at most. A frame that claims to be longer is refused when its header is read.
 
 use super::codec::{Opener, Refused};
 use crate::os::error::Error;
@@ -11,7 +11,7 @@ use crate::session::frame::Header;
 /// more.
 pub(crate) const LARGEST: u32 = 4 << 20;
 
-/// How much to read from the socket when nothing more is known, in bytes: many short frames in one call.
+/// How much to read from the socket when no frame is open, in bytes: many short frames in one call.
 const INPUT: usize = 8 << 10;
 
 /// How much to read beyond the end of the current frame: room for the next headers.
@@ -22,7 +22,7 @@ pub(crate) const BEHIND: usize = 2 << 10;
 pub enum Item<'a> {
     /// A frame begins; the rest of it has not arrived or is not checked.
     Began(Header),
-    /// It is complete, with its payload.
+    /// A frame is complete, with its payload.
     Whole(Header, &'a [u8]),
 }
 
@@ -36,12 +36,12 @@ pub struct Intake {
 }
 
 impl Intake {
-    /// An empty one.
+    /// An empty buffer.
     pub(crate) fn new(opener: Opener) -> Self {
         Self { opener, buffer: vec![0; INPUT], from: 0, to: 0, open: None }
     }
 
-    /// What checks the bytes.
+    /// The half that checks the bytes.
     #[cfg(test)]
     pub(crate) fn opener(&self) -> &Opener {
         &self.opener

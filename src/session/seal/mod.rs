@@ -1,5 +1,5 @@
 //! How the bytes of a stream are protected beyond the check in every header: not at all, by a checksum of each chunk,
-//! or by authenticated encryption of everything.
+//! or by authenticated encryption of all bytes.
 //!
 //! | module | holds |
 //! |---|---|
@@ -12,7 +12,7 @@
 //! verified. A frame that fails ends its stream, never the connection by itself: the stream is reconnected in a new
 //! epoch, and what was lost is resent. Without either, streams do not pass through this module at all.
 //!
-//! Encryption includes what the checksum does, so a stream with both switched on is only encrypted.
+//! Encryption covers the checksum's purpose, so a stream with both switched on is only encrypted.
 
 pub mod agreement;
 pub(crate) mod codec;
@@ -63,7 +63,7 @@ impl Seal {
     }
 }
 
-/// What a protected stream has beyond a plain one.
+/// The additional state of a protected stream.
 pub struct Sides {
     /// For what is sent.
     pub sealer: Sealer,

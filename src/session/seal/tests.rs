@@ -1,4 +1,4 @@
-//! Both directions against each other: what was sealed can be opened, in whatever pieces it arrives, and nothing else
+//! Both directions against each other: sealed bytes can be opened, whatever pieces they arrive in, and no other bytes
 //! can.
 
 use proptest::prelude::*;
@@ -54,7 +54,7 @@ fn put(wire: &mut Vec<u8>, sealed: &Sealed) {
         wire.extend_from_slice(unsafe { piece.bytes() });
     }
     assert_eq!(wire.len() - start, sealed.length());
-    // However much was sent already, the rest follows.
+    // The rest follows, however much was already sent.
     for sent in [1, HEADER - 1, HEADER, HEADER + 1, sealed.length() - 1] {
         let mut rest = Vec::new();
         for piece in sealed.rest(sent) {
@@ -124,7 +124,7 @@ fn key() -> StreamKey {
 }
 
 fn pair(encrypted: bool) -> (Sealer, Opener) {
-    // A new key so often that every run meets several.
+    // The key changes so often that every run uses several.
     if encrypted { encrypted_pair(&key(), 5) } else { (Sealer::checksum(), Opener::checksum()) }
 }
 
@@ -253,7 +253,7 @@ fn the_checksum_is_on_when_either_side_asks_and_encryption_takes_its_place() {
     assert_eq!(agreed(sum, 0), sum);
     assert_eq!(agreed(0, sum), sum);
     assert_eq!(agreed(sum | enc, sum | enc), enc);
-    // The error for a mismatch names what this side has.
+    // The answer to a mismatch shows whether this side has a key.
     assert_eq!(agreed(enc, 0), 0);
     assert_eq!(agreed(0, enc), enc);
     assert_eq!(agreed(FEATURE_RECOVERY, FEATURE_RECOVERY), 0, "not this module's");
