@@ -1,13 +1,13 @@
-//! A timer for something that is repeated while nothing moves, ever more rarely.
+//! A timer for an action that is repeated, ever more rarely, while nothing moves.
 
 use std::time::{Duration, Instant};
 
-/// Due the first time a while after it was started, and then at doubling intervals.
+/// The timer is first due some time after its start, and then at doubling intervals.
 #[derive(Debug)]
 pub(crate) struct BackoffTimer {
     first: Duration,
     longest: Duration,
-    /// When it is due, and the interval before that; None until it is started.
+    /// When the timer is due, and the interval before that; None until it is started.
     next: Option<(Instant, Duration)>,
 }
 
@@ -35,7 +35,7 @@ impl BackoffTimer {
         true
     }
 
-    /// Stops it: the next start begins with the first interval again.
+    /// Stops the timer: the next start begins with the first interval again.
     pub(crate) fn reset(&mut self) {
         self.next = None;
     }

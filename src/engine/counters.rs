@@ -1,6 +1,6 @@
 //! The counters of a connection: cheap enough to stay on.
 //!
-//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; of the
+//! Relaxed atomics, one cache line per connection. The log reads them at close, and metrics exporters read them. Of the
 //! transport's decisions only `tcp::standstill` depends on them.
 
 use std::fmt;
@@ -25,7 +25,7 @@ pub(crate) struct Counters {
     pub stalls_socket: AtomicU64,
     /// Messages that arrived before their receive was posted.
     pub early: AtomicU64,
-    /// Streams that came back after a break.
+    /// Streams that reconnected after a break.
     pub reconnects: AtomicU64,
     /// Queue pairs that were lost.
     pub lost_pairs: AtomicU64,

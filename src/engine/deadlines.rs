@@ -1,6 +1,6 @@
 //! When the sources of one worker must be polled again.
 //!
-//! Guarantees: a token has one deadline, the last that was set. Setting and removing take time logarithmic in the
+//! Guarantees: a token has one deadline, the last that was set. Setting and removing one take time logarithmic in the
 //! number of deadlines, even when thousands of short-lived sources (mostly handshakes) have left theirs behind.
 //!
 //! A token may pass to another source while a deadline of its former owner is still pending; the caller distinguishes
@@ -41,7 +41,7 @@ impl Deadlines {
         self.order.insert((at, token));
     }
 
-    /// Removes a deadline that has passed: the token, and the generation of its owner.
+    /// Removes a deadline that has passed. Returns the token, and the generation of its owner.
     pub(super) fn take(&mut self, now: Instant) -> Option<(usize, u64)> {
         let &(at, token) = self.order.first().filter(|(at, _)| *at <= now)?;
         self.order.remove(&(at, token));

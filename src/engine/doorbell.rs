@@ -1,6 +1,6 @@
 //! How a worker that may be asleep is notified that a source must be polled.
 //!
-//! Guarantee: what a thread did before it rang is visible to a poll that comes after, whether the worker was awake,
+//! Guarantee: a thread's writes before it rings are visible to the poll that follows, whether the worker was awake,
 //! asleep or just falling asleep. Ringing twice before the worker responds is one ring. (`tests/models` checks both.)
 
 use std::sync::PoisonError;
@@ -10,8 +10,8 @@ use crate::os::sync::{Mutex, MutexGuard};
 
 /// A worker's doorbell.
 ///
-/// All writes to its marks are exchanges: each sees the one before it, and what that thread did earlier. A plain store
-/// is no cheaper where it must not be reordered with the next load.
+/// All writes to its marks are exchanges: each sees the previous exchange, and the earlier writes of that thread. A
+/// plain store is no cheaper where it must not be reordered with the next load.
 #[derive(Default)]
 pub(crate) struct Doorbell {
     asleep: AtomicBool,
@@ -41,7 +41,7 @@ impl Doorbell {
         self.rung().is_empty()
     }
 
-    /// The worker is awake, and takes the tokens that were rung for. Returns whether there are any.
+    /// The worker is awake, and takes the tokens of all rings. Returns whether there are any.
     pub(crate) fn answer(&self, tokens: &mut Vec<usize>) -> bool {
         self.asleep.swap(false, Ordering::AcqRel);
         let mut rung = self.rung();
@@ -50,14 +50,14 @@ impl Doorbell {
         any
     }
 
-    /// The token that has waited longest, for a thread that polls in the worker's place. Like the worker, that thread
+    /// The token that has waited longest, for a thread that polls instead of the worker. Like the worker, that thread
     /// releases the source's button before it polls.
     pub(crate) fn take_one(&self) -> Option<usize> {
         let mut rung = self.rung();
         if rung.is_empty() { None } else { Some(rung.remove(0)) }
     }
 
-    /// Whether the worker sleeps, or is about to. Only a hint: it may change at once.
+    /// Whether the worker sleeps, or is about to. Only a hint: the answer may be outdated at once.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::Relaxed)
     }

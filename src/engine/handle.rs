@@ -3,8 +3,8 @@
 //! A handle is never an address. It is a number that encodes the kind of object, its place in a never-freed
 //! [`Table`](super::table::Table), and the generation of that place. So a handle from another plugin, a handle that was
 //! closed, or a request tested twice is recognised and refused without dereferencing anything. The kind is in the low
-//! three bits and is at least 4: no handle is 0, 1 or 2, which have a meaning of their own in NCCL (NCCL 2.24 and later
-//! preset a receive's request to 1 as a hint).
+//! three bits and is at least 4. So no handle is 0, 1 or 2, which have a meaning of their own in NCCL (NCCL 2.24 and
+//! later preset a receive's request to 1 as a hint).
 
 use crate::os::error::{Error, Result};
 
@@ -43,7 +43,7 @@ pub(crate) const MAX_INDEX: usize = 1 << (32 - SLOT_BITS - KIND_BITS);
 /// A decoded handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Handle {
-    /// What it names.
+    /// The kind of the named object.
     pub kind: Kind,
     /// The place in the table.
     pub index: u32,
@@ -113,7 +113,7 @@ mod tests {
 
         #[test]
         fn an_address_is_not_taken_for_a_handle(address: usize) {
-            // Anything aligned to eight, as every heap pointer is, has kind bits 0.
+            // Every address aligned to eight, as all heap pointers are, has kind bits 0.
             prop_assert!(Handle::decode(address & !7, Kind::Request).is_err());
         }
     }

@@ -6,9 +6,9 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`backoff_timer`] | when to repeat what had no effect |
+//! | [`backoff_timer`] | when to repeat an action that had no effect |
 //! | [`handle`] | the opaque values that NCCL keeps as pointers |
-//! | [`table`] | what those values name, in memory that is never freed |
+//! | [`table`] | the objects that those values name, in memory that is never freed |
 //! | [`request`] | the request slab of one connection |
 //! | [`tags`] | the number of a message or receive among those with its tag |
 //! | [`span`] | memory by its addresses |

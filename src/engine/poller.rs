@@ -1,15 +1,15 @@
 //! The completion poller: worker threads that move data when NCCL's own threads do not.
 //!
 //! Polling is a role. A [`Source`] is something that can make progress without waiting (a TCP stream, a completion
-//! queue, a listener). NCCL's thread calls a source's `poll` from inside `isend`, `irecv` and `test`; a [`Worker`]
-//! calls the same function when the kernel reports readiness, when a thread kicks the source, or when the time that the
-//! source requested has come.
+//! queue, a listener). NCCL's thread calls a source's `poll` from inside `isend`, `irecv` and `test`. A [`Worker`]
+//! calls the same function in three cases: the kernel reports readiness, a thread kicks the source, or the time that
+//! the source requested has arrived.
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN), because the next chunk usually follows at once.
 //! - A worker that polls without finding anything does overdue work of another (`stealing`).
-//! - One worker, the **control thread**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
-//!   deadlines.
+//! - One worker, the **control thread**, does the rare work: handshakes, fallbacks for streams that NCCL's thread
+//!   polls, deadlines.
 //! - A panic in a source is caught; the source is notified and fails its connection, the worker continues.
 //!
 //! # Implementation notes
@@ -49,7 +49,7 @@ pub struct Progress {
 
 /// Something that makes progress without waiting.
 pub trait Source: Send + Sync {
-    /// Moves what can be moved now. May be called from any thread, at any time, even without a reason.
+    /// Moves all data that can be moved now. May be called from any thread, at any time, even without a reason.
     fn poll(&self) -> Progress;
 
     /// How long the worker polls for more work after something has moved.
@@ -75,7 +75,7 @@ pub enum Interest {
 
 struct Entry {
     source: Arc<dyn Source>,
-    /// Differs from that of every other source that this place has held or will hold.
+    /// Differs from the generation of every other source that this place has held or will hold.
     generation: u64,
     kicked: Arc<Button>,
 }
@@ -183,7 +183,7 @@ impl Shared {
         }
     }
 
-    /// The worker is at it, or will be at once.
+    /// Notes that the worker is polling its sources, or will at once.
     fn is_seen(&self) {
         self.seen.store(Ticks::now().number(), Ordering::Relaxed);
     }
@@ -232,7 +232,7 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
         Interest::Read => libc::EPOLLIN,
     };
     let mut event = libc::epoll_event { events: (flags | libc::EPOLLET) as u32, u64: token as u64 };
-    // While the kernel has no memory for it: five tries, a millisecond apart.
+    // The kernel may have no memory for it: five tries, a millisecond apart.
     let mut patience = 5;
     loop {
         // SAFETY: `event` is valid for the call; mio reads our token back from the same field (`Token` is the u64).
@@ -266,8 +266,8 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
             timeout = Some(Duration::ZERO);
         }
         if hot && ready.is_empty() {
-            // The scheduler may have put another thread behind this one on the same processor, NCCL's own or the
-            // program's, and would let it wait until this one sleeps.
+            // The scheduler may have queued another thread on the same processor, NCCL's own or the program's. Without
+            // a yield that thread would wait until this one sleeps.
             std::thread::yield_now();
         }
         if let Err(error) = poll.poll(&mut events, timeout)
@@ -281,7 +281,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
         let kicked = shared.doorbell.answer(&mut ready);
         let now = Instant::now();
         while let Some((token, generation)) = deadlines.take(now) {
-            // The source that set it may be gone, and the place another's.
+            // The source that set the deadline may be gone, and its place may belong to another source.
             if shared.is(token, generation) {
                 ready.push(token);
             }
@@ -305,7 +305,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
             }
         }
         ready.append(&mut again_at_once);
-        // The thread that kicks has more to do, or expects it.
+        // The thread that kicks has more work, or expects it.
         if kicked {
             hot_for = hot_for.max(HOT);
         }
@@ -319,7 +319,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
 struct Polled {
     generation: u64,
     kicked: Arc<Button>,
-    /// How long to poll for more; zero when nothing has moved.
+    /// How long to poll for more work; zero when nothing has moved.
     hot_for: Duration,
     again: Option<Instant>,
 }
@@ -399,12 +399,12 @@ impl Poller {
         Ok(self.control_thread.get().expect("set above"))
     }
 
-    /// A data worker for one more source: one without any, a new thread while fewer than the limit run, else the least loaded;
-    /// of several equally loaded ones, the one that `turn` points at or the next. Owners pass different turns, so that their
-    /// first sources, which have the most work, do not share a worker.
+    /// A data worker for one more source. A worker without any source comes first, then a new thread while fewer than the
+    /// limit run, then the least loaded worker. Of several equally loaded ones, it is the one that `turn` points at or the
+    /// next. Owners pass different turns, so that their first sources, which have the most work, do not share a worker.
     ///
     /// # Errors
-    /// When the first thread cannot be created; later ones fall back to those that run.
+    /// When the first thread cannot be created. If a later one cannot, an existing worker is used.
     pub fn worker(&self, turn: usize) -> Result<Worker> {
         let mut workers = lock(&self.workers);
         let running = workers.len();
@@ -469,7 +469,7 @@ mod tests {
         }
     }
 
-    /// This many sources get a worker: the workers, identified by their addresses, and the registrations.
+    /// Gives this many sources a worker. Returns the workers, identified by their addresses, and the registrations.
     fn places(poller: &Poller, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
         let source = Arc::new(Fragile::default());
         let take = |turn| {

@@ -3,7 +3,7 @@
 //! NCCL gets a request from `isend`/`irecv` and checks it with `test`. The slot holds the result for `test`: whether
 //! all parts are done, the size of each part, or the failure. The caller's side takes slots from a list of free ones;
 //! the threads that move data touch only the slot's atomics. The list's lock is taken once per request, when it is
-//! made: a request that ends leaves its slot marked free, and the next caller that takes slots finds the mark. Where
+//! made. A request that ends leaves its slot marked free, and the next caller that takes slots finds the mark. Where
 //! requests are already made under another lock, the list is kept there ([`RequestSlots::with_keys`]).
 //!
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
@@ -24,7 +24,7 @@ pub(crate) const SLOTS: usize = 32 * MAX_PARTS;
 /// [`Keys`] counts in bytes.
 const _: () = assert!(SLOTS == 1 << u8::BITS);
 
-/// What a slot's `state` holds. A new slot is zero, which is free.
+/// The values of a slot's `state`. A new slot is zero, which is free.
 #[repr(u8)]
 enum State {
     Free,
@@ -80,8 +80,8 @@ pub struct Keys {
     /// likely cached.
     free: [u8; SLOTS],
     left: usize,
-    /// Slots that were taken and not found free since, in the order in which they were taken, which is nearly the order
-    /// in which they end: a ring, whose oldest entry is at `oldest` and is followed by `taken` more.
+    /// Slots that were taken and not found free since, in the order in which they were taken. They end in nearly the
+    /// same order. This is a ring, whose oldest entry is at `oldest` and is followed by `taken` more.
     order: [u8; SLOTS],
     oldest: u8,
     taken: usize,
@@ -89,7 +89,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// For slots of which none is taken.
+    /// Keys for slots of which none is taken.
     fn all() -> Self {
         Self {
             free: std::array::from_fn(|k| (SLOTS - 1 - k) as u8),
@@ -102,7 +102,7 @@ impl Keys {
         }
     }
 
-    /// For none.
+    /// Keys for no slots.
     fn none() -> Self {
         Self { free: [0; SLOTS], left: 0, order: [0; SLOTS], oldest: 0, taken: 0, generation: 0 }
     }
@@ -124,8 +124,8 @@ impl Keys {
     fn take(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
         let slot = match self.ended(slots) {
             Some(slot) => {
-                // Those behind it that have ended too are given back: with few concurrent requests few slots are used,
-                // and their memory stays cached.
+                // Gives back the following slots whose requests have also ended: with few concurrent requests few slots
+                // are used, and their memory stays cached.
                 while let Some(other) = self.ended(slots) {
                     self.free[self.left] = other;
                     self.left += 1;
@@ -140,7 +140,7 @@ impl Keys {
         Some(slot)
     }
 
-    /// A slot from the free list, or, if it is empty, one whose request has ended behind one that has not.
+    /// A slot from the free list. If the list is empty, a slot whose request has ended although an older one has not.
     fn unused(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
         if self.left == 0 {
             self.take_back_all(slots);
@@ -172,7 +172,7 @@ impl Keys {
 }
 
 impl Slot {
-    /// Acquire: the caller of the previous request has finished reading it.
+    /// Acquire: the caller of the previous request has finished reading the slot.
     #[inline]
     fn is_free(&self) -> bool {
         self.state.load(Ordering::Acquire) == State::Free as u8
@@ -203,7 +203,7 @@ impl RequestSlots {
     }
 
     fn of(keys: Keys) -> Self {
-        // Not built on the stack, which is small under the model checker.
+        // Built on the heap: the stack is small under the model checker.
         let slots: Vec<Slot> = std::iter::repeat_with(Slot::default).take(SLOTS).collect();
         let Ok(slots) = slots.into_boxed_slice().try_into() else { unreachable!("as many as were asked for") };
         Self { slots, keys: Mutex::new(keys) }
@@ -225,7 +225,7 @@ impl RequestSlots {
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
         slot.said.store(false, Ordering::Relaxed);
-        // Before another thread can take a slot: it must not find this one free.
+        // Stored before another thread can take a slot: that thread must not find this one free.
         slot.state.store(State::Pending as u8, Ordering::Release);
         Some(Ticket { slot: key.into(), generation })
     }
@@ -249,8 +249,8 @@ impl RequestSlots {
         }
     }
 
-    /// Leaves a record with a request before its only part ends, once. False for a request of several parts, whose
-    /// parts may end at the same time, and if there is a record.
+    /// Leaves a record with a request before its only part ends, once. False if there is already a record, and for a
+    /// request of several parts, which may end at the same time.
     ///
     /// May be called by the thread that ends the part.
     #[inline]
@@ -423,7 +423,7 @@ mod tests {
         let slots = RequestSlots::new();
         let mut outstanding: Vec<Ticket> = Vec::new();
         for step in 0..10 * SLOTS {
-            // Never the oldest, but now and then.
+            // Sometimes, but never the oldest.
             while outstanding.len() > step % SLOTS {
                 let at = if step % 7 == 0 { 0 } else { step % outstanding.len() };
                 let ticket = outstanding.swap_remove(at);

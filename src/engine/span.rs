@@ -1,6 +1,6 @@
-//! A range of memory by its addresses: what a registration covers, and what a request reads or fills.
+//! A range of memory by its addresses: the memory that a registration covers, or that a request reads or fills.
 
-/// Bytes of memory. Never followed, only compared.
+/// Bytes of memory. The addresses are never dereferenced, only compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     start: usize,

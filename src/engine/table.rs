@@ -1,8 +1,8 @@
 //! A table of shared objects whose memory is never freed, so that a stale handle is always safe to look up.
 //!
-//! A place holds at most one `Arc`. Removing it increments the place's generation; the `Arc` may outlive this in
-//! threads that are using it. Each call from NCCL does one look-up: [`Table::with`] costs one uncontended read lock and
-//! two atomic operations, and touches no memory that users of another place touch.
+//! A place holds at most one `Arc`. Removing it increments the place's generation. The `Arc` may live on in threads
+//! that are using it. Each call from NCCL does one look-up: [`Table::with`] costs one uncontended read lock and two
+//! atomic operations, and touches no memory that users of another place touch.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -15,8 +15,8 @@ use crate::os::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const SEGMENT: usize = 1024;
 
-/// Two cache lines of its own (processors fetch lines in pairs): the neighbours belong to other connections, which
-/// other threads use.
+/// A place has two cache lines of its own (processors fetch lines in pairs): the neighbours belong to other
+/// connections, which other threads use.
 #[repr(align(128))]
 struct Place<T: ?Sized> {
     object: RwLock<Option<Arc<T>>>,
@@ -125,7 +125,7 @@ impl<T: ?Sized> Table<T> {
         self.with_shared(value, |object| call(object))
     }
 
-    /// As [`Table::with`], for a call that may have to keep the object.
+    /// As [`Table::with`], for a call that may need to keep the object.
     ///
     /// # Errors
     /// As [`Table::with`].
@@ -139,8 +139,8 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
-    /// Whether a value still names an object that has not been removed. Without a lock: the object may be removed at
-    /// any moment, so this is for callers that only need to know that its owner has not ended it.
+    /// Whether a value still names an object that has not been removed. This takes no lock, so the object may be
+    /// removed at any moment. It is for callers that only need to know that the owner has not removed it.
     #[inline]
     pub(crate) fn is_current(&self, value: usize) -> bool {
         let Ok(handle) = self.decode(value) else { return false };

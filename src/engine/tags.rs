@@ -3,7 +3,7 @@
 /// Counts per tag: the k-th send with a tag fills the k-th receive with it.
 ///
 /// NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
-/// times in a row. So: a short sorted list, and the last hit is tried first.
+/// times in a row. So this is a short sorted list, and the last hit is tried first.
 #[derive(Debug, Default)]
 pub(crate) struct TagOrders {
     entries: Vec<(i32, u64)>,

@@ -2,7 +2,7 @@
 //!
 //! The thread that completes such a transfer leaves the record with the request ([`RequestSlots::leave`]), in the cache
 //! line that also marks the request as done. NCCL's thread has that line when it finds the request done. Any other
-//! place would be another line that a different processor has written last, which costs about 100 ns per message.
+//! place would be one more line that a different processor has written last, which costs about 100 ns per message.
 //!
 //! [`RequestSlots::leave`]: super::super::request::RequestSlots::leave
 
@@ -11,7 +11,7 @@ use super::notes::{Kind, Note};
 use super::piece::Chunk;
 use crate::os::ticks::Ticks;
 
-/// Whether a record can hold the note: a chunk that is all of its transfer, was sent once, and is over.
+/// Whether a record can hold the note: its chunk is the whole transfer, was sent once, and is over.
 pub(super) fn holds(note: &Note) -> bool {
     let Chunk { offset, length, total, again, .. } = note.chunk;
     note.kind == Kind::Over && offset == 0 && length == total && !again

@@ -1,14 +1,14 @@
 //! A list of notes from threads that move data to NCCL's thread: bounded, preallocated, and cheap for both.
 //!
 //! Its main cost is memory that one processor has written and another one needs, about 100 ns each time. So the two
-//! sides share no lock and no counter: an entry is one cache line, which itself holds a mark that it is filled, and
-//! moves from the writer to the reader once. The writer waits for nothing, since its stores complete in the background;
-//! the reader waits for that line.
+//! sides share no lock and no counter. An entry is one cache line, which itself holds a mark that it is filled, and
+//! moves from the writer to the reader once. The writer never waits, since its stores complete in the background. The
+//! reader waits for that line.
 //!
 //! Guarantees (`tests/models` tries every order): entries come out in the order in which they were added, each once and
-//! complete; an entry that was added before an event that the reader has seen is found; a full list refuses. Readers
-//! take turns, by a lock of their own. Writers take turns by `busy`, in memory that no reader touches; normally there
-//! is only one.
+//! complete. The reader finds an entry that was added before an event that the reader has seen. A full list refuses.
+//! Readers take turns, by a lock of their own. Writers take turns by `busy`, in memory that no reader touches; normally
+//! there is only one.
 
 use crate::os::memory;
 use crate::os::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,7 +40,7 @@ impl Entry {
         self.head.store(head, Ordering::Release);
     }
 
-    /// The head with which it was filled last, 0 before; [`Entry::words`] belong to it.
+    /// The head with which the entry was last filled, or 0; [`Entry::words`] belong to it.
     #[inline]
     pub(super) fn head(&self) -> u64 {
         self.head.load(Ordering::Acquire)
@@ -58,7 +58,7 @@ struct Writers {
     busy: AtomicBool,
     /// How many entries were added.
     added: AtomicU64,
-    /// The number of entries up to which there is room, as far as is known without reading the reader's count.
+    /// The number of entries up to which there is room, as of the last read of the reader's count.
     room: AtomicU64,
 }
 
@@ -100,7 +100,7 @@ impl List {
         let added = writers.added.load(Ordering::Relaxed);
         let mut room = writers.room.load(Ordering::Relaxed);
         if added == room {
-            // What is overwritten has been read.
+            // The entries to be overwritten have been read.
             room = self.reader.taken.load(Ordering::Acquire) + self.room();
             writers.room.store(room, Ordering::Relaxed);
         }
@@ -112,7 +112,7 @@ impl List {
         writers.busy.store(false, Ordering::Release);
     }
 
-    /// Whether there is an entry, among those added before what the caller has seen.
+    /// Whether there is an entry that was added before the last event that the caller has seen.
     #[inline]
     pub(crate) fn is_filled(&self) -> bool {
         self.at(self.reader.taken.load(Ordering::Relaxed)).is_some()
@@ -150,7 +150,7 @@ impl List {
         &self.entries[(number & (self.room() - 1)) as usize]
     }
 
-    /// Never that of the entry's previous content.
+    /// The lap of an entry, which always differs from the lap of the entry's previous content.
     fn lap(&self, number: u64) -> u32 {
         ((number >> self.shift) as u32).wrapping_add(1)
     }

@@ -1,16 +1,16 @@
-//! The events of a connection's transfers for a profiler, in two forms: a start and a stop of each piece while the
-//! transfer goes on, or a summary of all pieces when it is over.
+//! The events of a connection's transfers for a profiler. There are two forms: a start and a stop of each piece while
+//! the transfer is under way, or a summary of all pieces when it is over.
 //!
 //! NCCL passes a handle with each transfer, which points into NCCL's memory: starting an event reads through it. So
-//! every event is reported on NCCL's thread, inside `isend`, `irecv` or `test`, before `test` returns done or failed:
-//! there the handle is known to be valid, no close can have returned, and after an abort no further calls come. The
-//! threads that move data only note what begins and ends (this file, `notes`); NCCL's thread makes pieces of the notes
-//! (`transfer`) and reports them in its next call (`report`).
+//! every event is reported on NCCL's thread, inside `isend`, `irecv` or `test`, before `test` returns done or failed.
+//! There the handle is known to be valid, no close can have returned, and after an abort no further calls follow. The
+//! threads that move data only note when chunks begin and end (this file, `notes`). NCCL's thread makes pieces of the
+//! notes (`transfer`) and reports them in its next call (`report`).
 //!
 //! The rules, which every backend follows by calling these functions where their descriptions require it:
 //!
-//! - at most [`MOST`] pieces are reported of a transfer, and their lengths add up to its size (`transfer`);
-//! - when the first start of a transfer is declined, nothing more is reported of it;
+//! - for each transfer at most [`MOST`] pieces are reported, and their lengths add up to its size (`transfer`);
+//! - when the first start of a transfer is declined, nothing more about it is reported;
 //! - each start is followed by exactly one stop, unless the connection is closed with the transfer in flight: then NCCL
 //!   has aborted, and nothing follows;
 //! - a transfer of no bytes has one piece of length zero.
@@ -43,9 +43,9 @@ use crate::os::ticks::{self, Ticks};
 /// The events of one connection.
 pub struct Events {
     sink: OnceLock<Sink>,
-    /// The last start was taken.
+    /// The profiler accepted the last start.
     has_sink: AtomicBool,
-    /// What the listener needed when last called: a [`Reader`].
+    /// The listener's last answer about its needs: a [`Reader`].
     reader: AtomicU8,
     /// All paths are on one rail.
     has_one_rail: AtomicBool,
@@ -60,7 +60,8 @@ struct Sink {
     send: bool,
 }
 
-/// What only NCCL's threads write while data moves, in cache lines of its own: other threads read what lies beside it.
+/// The fields that only NCCL's threads write while data moves, in cache lines of their own: other threads read the
+/// neighbouring fields.
 #[repr(align(128))]
 #[derive(Default)]
 struct Own {
@@ -115,20 +116,20 @@ impl Events {
         self.is_for(Reader::Sums) && self.has_one_rail.load(Ordering::Relaxed)
     }
 
-    /// Whether it is enough to note the end of a chunk ([`Events::chunk_over`]), and not its beginning.
+    /// Whether a note of the end of a chunk suffices ([`Events::chunk_over`]), without one of its beginning.
     #[inline]
     pub(crate) fn is_patient(&self) -> bool {
         self.is_for(Reader::Patient)
     }
 
-    /// Whether the listener needs this, or more.
+    /// Whether the listener needs at least this level.
     #[inline]
     fn is_for(&self, reader: Reader) -> bool {
         self.reader.load(Ordering::Relaxed) >= reader as u8
     }
 }
 
-/// What any thread may note, of requests that have not ended.
+/// The notes that any thread may make about requests that have not ended.
 impl Events {
     /// A chunk of the part is being handed to the network, or its first byte has arrived.
     pub fn chunk_begins(&self, slot: u16, part: usize, chunk: &Chunk) {
@@ -141,14 +142,14 @@ impl Events {
         self.note(Some(path), (slot, part), Kind::Ends, &Chunk { offset, path, ..Chunk::default() });
     }
 
-    /// A chunk is complete that began at `began` and of which nothing has been noted. One that is all of its message is
-    /// the last thing noted of it, by the thread that ends it.
+    /// A chunk that began at `began`, and about which nothing has been noted, is complete. If the chunk is the whole
+    /// message, this is the last note about that message, and the thread that ends the message makes it.
     pub fn chunk_over(&self, requests: &RequestSlots, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
         self.over(requests, Some(chunk.path), (slot, part), chunk, (began, Ticks::now()));
     }
 
-    /// The same for a chunk that the other side has acknowledged, as seen at `now`. One acknowledgement covers several
-    /// chunks, on all paths: these notes go into one list.
+    /// The same for a chunk whose acknowledgement this side read at `now`. One acknowledgement covers several chunks,
+    /// on all paths: these notes go into one list.
     pub(crate) fn chunk_acknowledged(
         &self,
         requests: &RequestSlots,
@@ -172,8 +173,8 @@ impl Events {
         self.note(None, (slot, part), Kind::Ready, &Chunk::default());
     }
 
-    /// Records the end of the chunk with the request, if it is all of a request of one part and was sent once; else
-    /// notes it.
+    /// Records the end of the chunk with the request, if the chunk is the whole of a request of one part and was sent
+    /// once. Otherwise notes it.
     #[inline]
     fn over(
         &self,

@@ -1,29 +1,29 @@
 //! The notes of the threads that move data for NCCL's thread: a list for each path.
 //!
-//! A thread that moves data on a path writes only to that path's list: a lock that the threads share, or one between
-//! a writer and NCCL's thread, costs 2 to 4 % of an all-reduce. Notes come out of one list in the order in which they
-//! were made; between lists there is no order. Notes that do not concern a path have a list of their own.
+//! A thread that moves data on a path writes only to that path's list. A lock that the threads share, or one between a
+//! writer and NCCL's thread, costs 2 to 4 % of an all-reduce. Notes leave one list in the order in which they were
+//! made. Between lists there is no order. Notes that do not concern a path have a list of their own.
 
 use super::list::{List, WORDS};
 use super::piece::Chunk;
 use crate::os::ticks::Ticks;
 
 /// The notes that a list holds. When NCCL's thread does not read them for so long that the list is full, further ones
-/// are dropped: their bytes are part of the piece for the rest at the transfer's end.
+/// are dropped. Their bytes are then part of the piece for the rest at the transfer's end.
 pub(super) const ROOM: usize = 64;
 
 /// What happened to a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The receiver's buffer is there. No chunk.
+    /// The receiver's buffer is posted. Such a note has no chunk.
     Ready,
-    /// It is handed to the network, or its first byte has arrived.
+    /// The chunk is handed to the network, or its first byte has arrived.
     Begins,
-    /// It has arrived; only its offset and path are known.
+    /// The chunk has arrived; only its offset and path are known.
     Ends,
-    /// It has arrived, and nothing was noted of it before.
+    /// The chunk has arrived, and nothing was noted about it before.
     Over,
-    /// It waited for its socket since `began`; only its offset and path are known.
+    /// The chunk waited for its socket since `began`; only its offset and path are known.
     Waited,
 }
 
@@ -72,14 +72,14 @@ impl Note {
 
 /// The lists of a connection.
 pub(super) struct Notes {
-    /// Those of the paths, and one for what concerns a whole transfer, which is emptied after them.
+    /// The lists of the paths, and one for notes about a whole transfer, which is emptied after them.
     lists: Box<[List]>,
 }
 
 impl Notes {
     /// Lists for this many paths. More than sixteen share them.
     pub(super) fn new(paths: usize) -> Self {
-        // All memory now: threads that move data do not allocate here.
+        // Allocates all memory now: threads that move data do not allocate here.
         Self { lists: std::iter::repeat_with(|| List::new(ROOM)).take(paths.clamp(1, 16) + 1).collect() }
     }
 
@@ -91,13 +91,13 @@ impl Notes {
         self.lists[path.map_or(paths, |path| usize::from(path) % paths)].add(head, words);
     }
 
-    /// Whether there are any, among those made before what the caller has seen.
+    /// Whether there are any notes that were made before the last event that the caller has seen.
     #[inline]
     pub(super) fn are_there(&self) -> bool {
         self.lists.iter().any(List::is_filled)
     }
 
-    /// Takes out all that [`Notes::are_there`] refers to. One thread at a time.
+    /// Takes out all notes that [`Notes::are_there`] refers to. One thread at a time.
     pub(super) fn take(&self, mut each: impl FnMut(Note)) {
         // The memory of all lists is fetched at the same time.
         self.lists.iter().for_each(List::fetch);
@@ -176,7 +176,7 @@ mod tests {
                 let notes = &notes;
                 scope.spawn(move || {
                     for number in 0..each {
-                        // Half of the room at most, so that nothing is left out.
+                        // Fills half of the room at most, so that no note is dropped.
                         if number % 8 == 0 {
                             while notes.are_there() {
                                 std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! What is reported of a transfer: the pieces in which it travels.
+//! The pieces of a transfer, as they are reported.
 
 use std::ffi::c_void;
 
@@ -9,7 +9,7 @@ use crate::os::ticks::Ticks;
 /// eight pieces, and does not check.
 pub(crate) const MOST: usize = 8;
 
-/// A chunk as a backend hands it to the network, or a work request.
+/// A chunk that a backend hands to the network, or a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Chunk {
     /// Where it begins in the message, in bytes; [`SOMEWHERE`] if that is not known.
@@ -24,15 +24,15 @@ pub struct Chunk {
     pub total: u64,
     /// It was sent before.
     pub again: bool,
-    /// It stands for several chunks on one rail, which need not be adjacent: the offset is the lowest, the path is one
-    /// of theirs ([`super::Events::joins`]).
+    /// It stands for several chunks on one rail, which need not be adjacent. The offset is the lowest, and the path is
+    /// that of one of them ([`super::Events::joins`]).
     pub joined: bool,
     /// Verbs: the work request.
     pub wr_id: u64,
 }
 
 impl Chunk {
-    /// All of a message of `length` bytes, on the first path.
+    /// A whole message of `length` bytes, on the first path.
     pub fn whole(length: u64, message: u64) -> Self {
         Self { length, total: length, message, ..Self::default() }
     }
@@ -54,11 +54,11 @@ pub struct Waits {
 pub struct Piece {
     /// The data it carries; the length is that of the piece, which may stand for several chunks.
     pub chunk: Chunk,
-    /// It stands for everything that was left when it began.
+    /// It stands for all bytes that were left when it began.
     pub rest: bool,
-    /// How often chunks of it were resent.
+    /// How often its chunks were resent.
     pub retransmissions: u32,
-    /// What it waited for; known when it has ended.
+    /// Its waits; known when it has ended.
     pub waits: Waits,
     /// When it was handed to the network; on the receiving side, when its first byte arrived.
     pub began: Ticks,
@@ -67,13 +67,13 @@ pub struct Piece {
     pub(super) reported: Reported,
 }
 
-/// What the profiler knows of a piece.
+/// What has been reported to the profiler about a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reported {
     Nothing,
     /// Its start, with the handle that the profiler returned.
     Start(*mut c_void),
-    /// Everything, or it was declined.
+    /// Everything, or the profiler declined its start.
     All,
 }
 

@@ -1,4 +1,4 @@
-//! NCCL's thread: which transfers are followed, and when which events of them are reported.
+//! The part of NCCL's thread: which transfers it follows, and when it reports which of their events.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -13,16 +13,16 @@ use super::{Events, Path, Sink, Source, last};
 use crate::nccl::net_event::Reader;
 use crate::os::ticks::Ticks;
 
-/// For a patient listener, the notes of unfinished requests are read only in one of this many calls: a thread that reads
+/// For a patient listener, the notes of unfinished requests are read only in one of this many calls. A thread that reads
 /// them in a loop takes their memory away from the writers. NCCL's thread tests all its requests in turn, thousands of
 /// times per millisecond; within the time of this many calls no path fills its list.
 pub(super) const CALLS: u32 = 1024;
 
-/// What NCCL's threads keep, one at a time: the transfers, and what is reported with their pieces.
+/// The state that NCCL's threads use, one at a time: the transfers, and the data that is reported with their pieces.
 #[derive(Default)]
 pub(super) struct Desk {
     pub(super) paths: Vec<Path>,
-    /// How many paths were reconnected since that was last reported.
+    /// How many paths were reconnected since the last such report.
     pub(super) reconnects: u16,
     /// By the slot of the request, and by its parts.
     transfers: Vec<[Transfer; MAX_PARTS]>,
@@ -56,7 +56,7 @@ impl Events {
         let transfer = &mut transfers[slot][part];
         transfer.is_followed = self.has_sink();
         transfer.details = self.wants_details(sink);
-        // The sender sees what a receive waits for.
+        // Only the sender sees what a receive waits for.
         let posted = (transfer.is_followed && transfer.details && sink.send).then(Ticks::now);
         transfer.begin(handle, sink.send, posted);
         posted
@@ -64,7 +64,7 @@ impl Events {
 
     fn wants_details(&self, sink: &Sink) -> bool {
         let reader = sink.listener.reader();
-        // Written only when it changes: many threads read it.
+        // Written only when the value changes: many threads read it.
         if self.reader.load(Ordering::Relaxed) != reader as u8 {
             self.reader.store(reader as u8, Ordering::Relaxed);
         }
@@ -85,8 +85,8 @@ impl Events {
         }
     }
 
-    /// NCCL's thread, in `test` of an unfinished request: as [`Events::report`], but for a patient listener only now and
-    /// then, so that the lists do not overflow.
+    /// NCCL's thread, in `test` of an unfinished request. As [`Events::report`], but for a patient listener only now and
+    /// then, often enough that the lists do not overflow.
     ///
     /// # Safety
     /// As [`Events::report`].
@@ -152,7 +152,8 @@ impl Events {
             self.close(slot, outcome.parts, |sink, part, transfer| {
                 let size = outcome.sizes[part];
                 if !transfer.is_followed {
-                    // Nothing was noted of it. Its end is the moment to find out whether a profiler reads events now.
+                    // No thread noted anything about the transfer. Its end is the moment to query whether a profiler
+                    // reads events now.
                     transfer.details = self.wants_details(sink);
                 } else if let Some(note) = record.and_then(|words| last::note(slot, words, size)) {
                     transfer.take(&note);
@@ -178,9 +179,8 @@ impl Events {
         let mut desk = self.desk();
         let Some(transfers) = desk.transfers.get(usize::from(slot)) else { return };
         if transfers[..parts].iter().any(|transfer| transfer.is_followed) && notes.are_there() {
-            // It ended after everything that was noted of it. Also if nothing is to be reported of it: no note may be
-            // left for the next request in this slot.
-            // SAFETY: the caller keeps this function's promise.
+            // The request ended after all notes about it were made. They are read even if nothing is to be reported: no
+            // note may be left for the next request in this slot. SAFETY: the caller keeps this function's promise.
             unsafe { self.read(sink, notes, &mut desk, Some(slot)) };
         }
         let Desk { paths, reconnects, transfers, .. } = &mut *desk;
@@ -194,7 +194,7 @@ impl Events {
         }
     }
 
-    /// Reads the notes, and reports what is due, except of the request that is `ending`, which the caller reports.
+    /// Reads the notes, and reports all due events, except those of the `ending` request, which the caller reports.
     #[cold]
     unsafe fn read(&self, sink: &Sink, notes: &Notes, desk: &mut Desk, ending: Option<u16>) {
         let Desk { paths, reconnects, transfers, noted } = desk;
@@ -207,7 +207,7 @@ impl Events {
                 }
             }
         });
-        // Only now: between lists there is no order.
+        // Not before all lists are read: between lists there is no order.
         for slot in noted.drain(..) {
             for transfer in &mut transfers[usize::from(slot)] {
                 // SAFETY: the caller keeps this function's promise; where the handle is there, the end has not been
@@ -217,8 +217,8 @@ impl Events {
         }
     }
 
-    /// Reports what is due: to a patient listener everything when the transfer `is_over`, to others the starts and stops
-    /// that have not been reported. Drops the transfer when its first start is declined.
+    /// Reports the due events: to a patient listener all of them when the transfer `is_over`, to others the starts and
+    /// stops that have not been reported. Drops the transfer when its first start is declined.
     ///
     /// # Safety
     /// As [`Listener::start`](super::Listener::start), if the transfer has a handle.
@@ -271,7 +271,7 @@ impl Events {
     }
 }
 
-/// Writes only what changes: many threads read it.
+/// Writes only a changed value: many threads read it.
 fn set(flag: &AtomicBool, value: bool) {
     if flag.load(Ordering::Relaxed) != value {
         flag.store(value, Ordering::Relaxed);

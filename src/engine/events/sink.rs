@@ -1,4 +1,4 @@
-//! The receiver of the events, and what it is given.
+//! The receiver of the events, and the types that it receives.
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
@@ -8,7 +8,7 @@ use crate::nccl::net_event::Reader;
 
 /// The receiver of the events: NCCL's profiler, behind `plugin::listener`.
 pub trait Listener: Send + Sync {
-    /// What the profiler needs; called once per transfer. All but [`Reader::None`] need resends and times; from
+    /// The profiler's needs; called once per transfer. All readers but [`Reader::None`] need resends and times. From
     /// [`Reader::Patient`] up a transfer is reported when it is over.
     fn reader(&self) -> Reader;
 
@@ -16,7 +16,7 @@ pub trait Listener: Send + Sync {
     ///
     /// # Safety
     /// `transfer` is the handle that NCCL passed with a transfer whose end has not been reported, and the caller is
-    /// inside a call of NCCL's that concerns its connection.
+    /// inside a call from NCCL that concerns its connection.
     unsafe fn start(&self, transfer: *mut c_void, source: &Source<'_>, piece: &Piece) -> *mut c_void;
 
     /// The piece with this handle has ended.
@@ -30,7 +30,7 @@ pub trait Listener: Send + Sync {
     unsafe fn summary(&self, transfer: *mut c_void, source: &Source<'_>, pieces: &[Piece]) -> bool;
 }
 
-/// What pieces that are reported together have in common.
+/// The common data of pieces that are reported together.
 #[derive(Debug)]
 pub struct Source<'a> {
     /// The connection's number, the same on both ends.

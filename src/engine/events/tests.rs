@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// A profiler that records which pieces were started under which handle, and what followed.
+/// A profiler that records which pieces were started under which handle, and the later calls.
 #[derive(Default)]
 struct Books {
     declines: AtomicBool,
@@ -109,7 +109,7 @@ fn outcome(sizes: &[u64]) -> Outcome {
     Outcome { parts: sizes.len(), sizes: all }
 }
 
-/// Requests without a place for a last record: notes go into the lists.
+/// Request slots that hold no last record: notes go into the lists.
 fn nobody() -> RequestSlots {
     RequestSlots::new()
 }
@@ -379,8 +379,8 @@ mod reports {
             let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
             let expected: Vec<_> = (0..3).map(|number| u32::from(declined >> number & 1 == 0)).collect();
             assert_eq!(stops, expected, "each start is asked once, and only what was taken is stopped");
-            // A listener that took the last piece is called for the next transfer's pieces; one that did not, once at
-            // its end.
+            // A listener that accepted the last piece is called for the next transfer's pieces. A listener that
+            // declined it is called once at the transfer's end.
             books.declined.store(0, Ordering::Relaxed);
             events.follow(0, 0, handle(2));
             events.chunk_begins(0, 0, &chunk(0, 5, 10));
@@ -421,7 +421,7 @@ mod reports {
         events.chunk_waited(0, 0, 0, 10, again);
         let most = Ticks::now().nanoseconds_since(began);
         events.chunk_ends(0, 0, 0, 20);
-        // Of another path: it is not this one that waited.
+        // Another path: this chunk did not wait.
         events.chunk_waited(0, 0, 1, 20, began);
         unsafe { events.conclude(0, &outcome(&[30]), None) };
         let entries = lock(&books.entries);
@@ -489,7 +489,7 @@ mod reports {
             for at in 0..20 {
                 let path = (at % rails.len() as u64) as u16;
                 events.chunk_begins(0, 0, &Chunk { path, ..chunk(at, 1, 20) });
-                // Between paths the only order is that in which they are reported.
+                // Between paths the only order is the order of the reports.
                 unsafe { events.report() };
             }
             unsafe { events.conclude(0, &outcome(&[20]), None) };
@@ -564,7 +564,7 @@ fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
         for path in 0..2 {
             scope.spawn(move || {
                 loop {
-                    // Each takes chunks of the transfer that is on, as streams do.
+                    // Each thread takes chunks of the current transfer, as streams do.
                     let at = next.load(Ordering::Acquire);
                     if at == u64::MAX {
                         return;

@@ -1,10 +1,10 @@
-//! The bookkeeping of one transfer: its pieces, made of the notes of the threads that move data.
+//! The bookkeeping of one transfer: its pieces, made from the notes of the threads that move data.
 //!
 //! The rule about lengths: whatever happens on the wire, the reported pieces add up to the transfer's size to the byte,
-//! and there are at most [`MOST`] of them. So the last one stands for all that is left when it begins, and when the
-//! transfer ends, the bytes that no path reported make one more piece. Resent bytes are counted separately.
+//! and there are at most [`MOST`] of them. So the last piece stands for all bytes that are left when it begins. When
+//! the transfer ends, the bytes that no path reported make one more piece. Resent bytes are counted separately.
 //!
-//! Notes of different paths come in any order. Pure bookkeeping: no clock, no callback.
+//! Notes of different paths arrive in any order. Pure bookkeeping: no clock, no callback.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -19,7 +19,7 @@ use crate::os::ticks::Ticks;
 pub(super) struct Transfer {
     /// NCCL's handle while something may be reported, else none.
     pub(super) handle: Option<NonNull<c_void>>,
-    /// Notes are made of it.
+    /// Threads make notes about it.
     pub(super) is_followed: bool,
     /// Resends and times are reported.
     pub(super) details: bool,
@@ -28,7 +28,7 @@ pub(super) struct Transfer {
     /// When the request was made: on the sending side only. A receive that waits for its message waits for the sender,
     /// whose reasons are not known here.
     posted: Option<Ticks>,
-    /// When it began to wait for the network only.
+    /// From when on it waited for the network only.
     ready: Option<Ticks>,
     /// When its first chunk left.
     left: Option<Ticks>,
@@ -51,7 +51,7 @@ impl Transfer {
         self.waits.clear();
     }
 
-    /// What a thread has noted of it.
+    /// Applies a thread's note about the transfer.
     pub(super) fn take(&mut self, note: &Note) {
         let Note { kind, chunk, began, now, .. } = note;
         match kind {
@@ -70,7 +70,7 @@ impl Transfer {
     }
 
     /// A chunk is handed to the network, or its first byte has arrived. A resent chunk makes a piece of its own, and
-    /// counts in the one it repeats.
+    /// counts in the piece that it repeats.
     fn chunk_begins(&mut self, chunk: &Chunk, began: Ticks) {
         self.left = Some(self.left.map_or(began, |first| first.min(began)));
         let (known, is_receive) = (self.pieces.iter().position(|piece| piece.covers(chunk.offset)), !self.send);
@@ -93,7 +93,7 @@ impl Transfer {
         }
     }
 
-    /// The piece for a chunk that has none, unless there are as many as are reported.
+    /// Adds the piece for a chunk that has none, unless the maximum is reached.
     fn add_first(&mut self, chunk: Chunk, began: Ticks) -> Option<&mut Piece> {
         let begun = self.pieces.iter().filter(|piece| !piece.chunk.again).count();
         if begun == MOST {
@@ -130,13 +130,13 @@ impl Transfer {
         if covered < size || self.pieces.is_empty() {
             let like =
                 self.pieces.iter().rfind(|piece| !piece.chunk.again).map_or(Chunk::default(), |piece| piece.chunk);
-            // Pieces begin in any order; where this one lies is known only when it is the whole.
+            // Pieces begin in any order; the offset of this one is known only when it is the whole transfer.
             let chunk = Chunk { offset: covered, length: size - covered, total: size, ..like };
-            // Beside others, it may stand for several.
+            // If there are other pieces, this one may stand for several chunks.
             self.pieces.push(Piece { rest: covered > 0, ..Piece::new(chunk, now) });
         }
         self.end_pieces(now);
-        // What stands for several chunks gets what is left.
+        // A piece that stands for several chunks gets the remaining waits.
         for stands_for_several in [false, true] {
             for index in 0..self.pieces.len() {
                 let Piece { rest, chunk, .. } = &self.pieces[index];
@@ -159,7 +159,7 @@ impl Transfer {
         }
     }
 
-    /// A piece that has ended gets its waits; the first one gets those of the whole transfer as well.
+    /// A piece that has ended gets its waits. The first piece also gets those of the whole transfer.
     pub(super) fn add_waits(&mut self, index: usize) {
         let Piece { rest, chunk, waits, .. } = &mut self.pieces[index];
         self.waits.retain(|&(offset, path, ns)| {

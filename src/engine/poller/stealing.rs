@@ -1,17 +1,17 @@
 //! Work stealing: when a worker does overdue work of another.
 //!
-//! A worker that has work may be asleep, and waking it takes 5 to 50 µs, now and then more than 260; it may be in the
-//! middle of something longer; or its processor runs something else, a virtual machine's for milliseconds. Meanwhile
+//! A worker that has work may be asleep, and waking it takes 5 to 50 µs, now and then more than 260. It may be in the
+//! middle of something longer. Or its processor runs another thread, in a virtual machine for milliseconds. Meanwhile
 //! other workers poll without result, since the new work is not theirs. So a worker that polls and finds nothing checks
-//! one of the others, a different one each time: whether its doorbell was rung, and whether the kernel has an event for
-//! it. From a sleeping worker it takes the work at once, from another when that worker has not been active for
-//! [`LATE`].
+//! one of the others, a different one each time. It checks whether the other's doorbell was rung, and whether the
+//! kernel has an event for it. It takes the work of a sleeping worker at once, and that of an awake one when it has not
+//! been active for [`LATE`].
 //!
 //! It takes one source at a time, and polls it as the worker would. That is safe because a poll may come from any
-//! thread at any time; a stream that another thread holds is left to that thread. Nothing taken is lost: an event is
-//! followed by a poll until nothing moves, or the stream's own worker is notified that there is more.
+//! thread at any time; a stream that another thread holds is left to that thread. No work is lost: after an event the
+//! source is polled until nothing moves, or the stream's own worker is notified that there is more.
 //!
-//! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with
+//! Measured on two H100 with 32 cores, 14 groups. All-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with
 //! the same processor time for each byte. The slowest tenth of the blocks of 512 KiB takes 234 µs and more instead of
 //! 319 (`docs/dev/decisions.md`).
 
@@ -30,7 +30,7 @@ pub(super) struct Crew {
 }
 
 impl Crew {
-    /// For at most `limit` workers.
+    /// A crew of at most `limit` workers.
     pub(super) fn new(limit: usize) -> Self {
         Self { seats: (0..limit).map(|_| OnceLock::new()).collect(), taken: AtomicUsize::new(0) }
     }
@@ -50,19 +50,19 @@ pub(super) struct Stealing {
 }
 
 impl Stealing {
-    /// For a worker that belongs to this crew, or will.
+    /// The state for a worker that belongs to this crew, or will.
     pub(super) fn new(crew: Arc<Crew>) -> Self {
         Self { crew, next: 0 }
     }
 
-    /// Checks the next of the others, and does one thing of what it finds. Returns how long to poll for more; zero when
-    /// nothing has moved.
+    /// Checks the next of the other workers, and polls at most one of its sources. Returns how long to poll for more
+    /// work; zero when nothing has moved.
     pub(super) fn steal(&mut self, me: &Shared) -> Duration {
         self.next = (self.next + 1) % self.crew.seats.len();
         let other = match self.crew.seats[self.next].get() {
             Some(other) => other,
             None => {
-                // Those that run sit in front.
+                // The running workers are at the front.
                 self.next = 0;
                 let Some(first) = self.crew.seats[0].get() else { return Duration::ZERO };
                 first
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use crate::os::error::Error;
 
-    /// Its first poll does not end before the test allows it.
+    /// A source whose first poll does not end before the test allows it.
     struct Long(Mutex<mpsc::Receiver<()>>, AtomicUsize);
 
     impl Source for Long {
@@ -140,7 +140,7 @@ mod tests {
         }
     }
 
-    /// Makes its worker poll for more for a while after it was polled.
+    /// A source that makes its worker continue to poll for a while.
     struct Restless;
 
     impl Source for Restless {
@@ -249,7 +249,7 @@ mod tests {
         let source = Noted::new(true);
         let place = two.late.register(source.clone(), None).expect("a place");
         place.kick();
-        // By either of the two workers: the ring stays until one has polled.
+        // Either of the two workers polls: the ring stays until one has polled.
         two.wait_until("nobody comes again", || source.by().len() == 2);
         two.end.take();
         place.kick();
@@ -276,7 +276,7 @@ mod tests {
 
     impl Source for Reader {
         fn poll(&self) -> Progress {
-            // As with streams: another thread that holds it is notified by this call that there is data.
+            // As with streams: this call notifies another thread that holds the source that there is data.
             let _one_at_a_time = lock(&self.2);
             let got = std::io::Read::read(&mut &self.0, &mut [0; 3]).unwrap_or(0);
             self.1.fetch_add(got, Ordering::SeqCst);
@@ -313,7 +313,7 @@ mod tests {
                         if turn % 5 == 0 {
                             place.kick();
                         }
-                        // Now and then after a pause in which workers fall asleep.
+                        // Now and then the test pauses, so that workers fall asleep.
                         if turn % 50 == 0 {
                             wait_until("what was written is not read", || {
                                 reader.1.load(Ordering::SeqCst) >= before + 5

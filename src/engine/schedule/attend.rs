@@ -1,10 +1,10 @@
 //! How the control thread polls the first stream of a connection.
 //!
-//! NCCL's proxy thread moves the first stream itself, inside the calls it makes. But it may wait for one request while
-//! the peer waits for another, which the proxy thread does not test. So while requests are outstanding, or calls
-//! arrive, the control thread checks every millisecond or two whether NCCL's thread has polled since, and polls the
-//! stream itself if not. The interval grows while nothing happens, and polling stops when nothing is outstanding and no
-//! call arrived.
+//! NCCL's proxy thread moves the first stream itself, inside NCCL's calls. But it may wait for one request while the
+//! peer waits for another, which the proxy thread does not test. So while requests are outstanding, or calls arrive,
+//! the control thread checks every millisecond or two whether NCCL's thread has polled since, and polls the stream
+//! itself if not. The interval grows while nothing happens, and polling stops when nothing is outstanding and no call
+//! arrived.
 //!
 //! To start it, NCCL's thread must wake the control thread (a system call and an interrupt on another processor), which
 //! costs more than a short message. That is why polling continues for a while after the last call.
@@ -31,8 +31,8 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// A request is outstanding. Returns whether the control thread must be notified: it does not poll, or its next poll is
-    /// far away.
+    /// A request is outstanding. Returns whether the control thread must be notified, because it does not poll or its next
+    /// poll is far away.
     #[inline]
     pub(crate) fn wanted(&self) -> bool {
         // After six polls, 31 ms after something has happened, the next one is 32 ms away or more.
@@ -49,14 +49,14 @@ impl Attention {
         self.attending.load(Ordering::Relaxed)
     }
 
-    /// NCCL's thread polls the stream. A count lost among concurrent callers does no harm: the value changes.
+    /// NCCL's thread polls the stream. A count lost among concurrent callers is harmless: the value still changes.
     #[inline]
     pub(crate) fn called(&self) {
         self.calls.store(self.calls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Whether NCCL's thread has polled since the last call. Then the control thread need not: NCCL's thread will poll
-    /// again soon.
+    /// Whether NCCL's thread has polled since the last call. If so, the control thread need not poll: NCCL's thread
+    /// will do so again soon.
     pub(crate) fn is_attended(&self) -> Option<Progress> {
         let calls = self.calls.load(Ordering::Relaxed);
         if self.seen.swap(calls, Ordering::Relaxed) == calls || !self.attending.load(Ordering::Relaxed) {
@@ -71,8 +71,8 @@ impl Attention {
         self.idle_polls.load(Ordering::Relaxed) == RARELY
     }
 
-    /// The control thread has polled, and something moved or not. Returns when it polls again. `outstanding` is called
-    /// twice, since a request may be posted while polling ends.
+    /// The control thread has polled; `moved`: whether anything moved. Returns when to poll again. `outstanding` is
+    /// called twice, since a request may be posted while polling ends.
     pub(crate) fn looked(&self, moved: bool, outstanding: impl Fn() -> bool) -> Progress {
         let looks = if moved { 0 } else { self.idle_polls.load(Ordering::Relaxed) };
         if !outstanding() && looks == RARELY {

@@ -1,9 +1,9 @@
-//! How much a thread of NCCL's has copied itself lately.
+//! How much one of NCCL's threads has copied itself lately.
 //!
-//! NCCL has one thread for all network connections of a GPU. What it sends and receives itself is not handed over between
-//! threads, which is best for one message now and then. But it copies no more than 4 or 5 GB/s, and with many connections
-//! at work (several channels, every peer of an all-to-all) everything waits for it. So once it has copied more than 16 KiB in
-//! a row, others are left to workers, even if these must be woken first.
+//! NCCL has one thread for all network connections of a GPU. Messages that it sends and receives itself are not handed over
+//! between threads, which is best for one message now and then. But it copies no more than 4 or 5 GB/s, and with many
+//! connections at work (several channels, every peer of an all-to-all) everything waits for it. So once it has copied more
+//! than 16 KiB in a row, it leaves further messages to workers, even if these must be woken first.
 //!
 //! Measured on four H200 with a process for each: an all-to-all of 1 MiB over four ranks takes 0.4 of the time, an
 //! all-reduce of 2 MiB 0.38.
@@ -17,16 +17,16 @@ thread_local! {
     static MINE: Cell<Load> = const { Cell::new(Load { bytes: 0, at: None }) };
 }
 
-/// Bytes copied, less what has worn off since.
+/// Bytes copied, minus the bytes that have faded since.
 #[derive(Debug, Clone, Copy)]
 struct Load {
     bytes: u64,
-    /// When this was so.
+    /// The time of this value.
     at: Option<Ticks>,
 }
 
 impl Load {
-    /// What is left: each byte fades within [`LATELY_NS`], counted from the last copy.
+    /// The bytes that are left: each byte fades within [`LATELY_NS`], counted from the last copy.
     fn after(self, elapsed_ns: u64) -> u64 {
         let left_ns = LATELY_NS.saturating_sub(elapsed_ns);
         (u128::from(self.bytes) * u128::from(left_ns) / u128::from(LATELY_NS)) as u64
@@ -42,7 +42,7 @@ impl Load {
 #[inline]
 pub(crate) fn copied(bytes: usize) {
     if bytes as u64 >= PAGE {
-        // A thread whose variables are already gone is about to end.
+        // If its thread-local variables are already gone, the thread is about to end.
         let _ = MINE.try_with(|mine| {
             let now = Ticks::now();
             mine.set(Load { bytes: mine.get().now(now) + bytes as u64, at: Some(now) });
@@ -74,7 +74,7 @@ mod tests {
         std::thread::spawn(|| {
             copied(ENOUGH_COPIED as usize);
             assert!(!is_high());
-            // What is copied at the same moment adds up; a thread that is held up in between tries again.
+            // Bytes copied at the same moment add up; if this thread is delayed in between, it tries again.
             let began = Instant::now();
             while !is_high() {
                 copied(48 << 10);

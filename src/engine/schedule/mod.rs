@@ -1,8 +1,9 @@
-//! Which thread moves a message: the page that answers it, and the [`constants`] that steer it.
+//! Which thread moves a message, and the [`constants`] that steer this choice.
 //!
 //! A connection carries messages in one direction over a first stream and, where there are processors and rails for it, further
-//! streams. A stream is moved by one thread at a time: a thread that finds it taken leaves a note, which the holder serves
-//! before it lets go. Every thread calls the same function for a stream, so a poll by any of them is safe at any time.
+//! streams. A stream is moved by one thread at a time: a thread that finds it taken leaves a request, which the holder
+//! serves before it releases the stream. Every thread calls the same function for a stream, so a poll by any of them is
+//! safe at any time.
 //!
 //! # The four ways by which a stream is served
 //!
@@ -38,7 +39,7 @@
 //! | no kernel memory | the control thread, each millisecond | the call succeeds |
 //! | unfenced | the control thread: it queries the receiver for what arrived | the receiver has answered: absent |
 //!
-//! [`share`] says how many workers and streams a process has.
+//! [`share`] determines how many workers and streams a process has.
 
 pub(crate) mod attend;
 pub(crate) mod constants;

@@ -11,27 +11,27 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// From the kernel and the launcher.
+    /// Determines the share from the kernel's and the launcher's data.
     pub(crate) fn of_this_process() -> Self {
         let cores = Cores::of_this_process();
         Self { cores: cores.usable, own: cores.own() }
     }
 
-    /// Whether there are so few that workers take more processor time from NCCL's threads and from other processes than
-    /// they save them.
+    /// Whether there are so few processors that workers take more processor time from NCCL's threads and from other
+    /// processes than they save.
     ///
-    /// Measured with eight ranks on 16 cores, where one worker for each was too many: without it an all-reduce of 2 MiB
-    /// takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With four
-    /// ranks it is the other way round: without workers 1.4 to 1.6 times as long from 2 MiB on.
+    /// Measured with eight ranks on 16 cores, where one worker for each was too many. Without workers an all-reduce of
+    /// 2 MiB takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With
+    /// four ranks the opposite holds: without workers, operations take 1.4 to 1.6 times as long from 2 MiB on.
     fn is_small(self) -> bool {
         self.own <= 3
     }
 
     /// The largest number of worker threads: three quarters of the cores, since NCCL's own threads and the training
     /// program need the rest. Loopback TCP moves about 4 to 5 GB/s per core and direction, so a fast network needs
-    /// many; idle workers sleep, and none is started before it is needed. On a 32-core host 24 was best: with 16,
-    /// all-reduces of 4 to 64 MiB took 1.04 to 1.24 of the time, and with 32, which left no core for NCCL's threads,
-    /// two and a half times at 1 MiB.
+    /// many; idle workers sleep, and none is started before it is needed. On a 32-core host 24 was best. With 16,
+    /// all-reduces of 4 to 64 MiB took 1.04 to 1.24 of the time. With 32, which left no core for NCCL's threads, they
+    /// took two and a half times as long at 1 MiB.
     pub(crate) fn workers(self) -> usize {
         (self.own * 3 / 4).clamp(1, 24)
     }
@@ -50,8 +50,8 @@ impl Share {
         } else if self.cores < 8 {
             3
         } else {
-            // With eight for long messages, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19 of the time on a 32-core host:
-            // each message went through more workers, and these were less often awake.
+            // With eight for long messages, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19 of the time on a 32-core host.
+            // Each message went through more workers, and these were less often awake.
             1 + 4
         };
         automatic.max(if rails > 1 { 1 + rails } else { 1 })
@@ -62,7 +62,7 @@ impl Share {
 mod tests {
     use super::*;
 
-    /// Of a host whose processes are not bound to anything.
+    /// The share on a host whose processes are not bound to processors.
     fn share(cores: usize, processes: usize) -> Share {
         Share { cores, own: Cores { usable: cores, bound: cores, shared: cores }.of_one_in(processes) }
     }

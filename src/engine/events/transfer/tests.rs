@@ -43,7 +43,8 @@ proptest! {
         chunks in prop::collection::vec((1u64..1_000, 0u8..5), 0..40),
         (shuffle, send, details) in any::<(u64, bool, bool)>(),
     ) {
-        // Cut a message, and report its chunks in some order: not at all, begun only, begun and ended, begun twice, over.
+        // Cuts a message, and reports its chunks in some order: not at all, begun only, begun and ended, begun twice,
+        // over.
         let mut end = 0;
         let total: u64 = chunks.iter().map(|(length, _)| length).sum();
         let mut seen: Vec<_> = chunks
@@ -109,7 +110,7 @@ fn without_an_offset_a_chunk_ends_by_its_path_and_leaves_the_others_and_the_rest
 
 #[test]
 fn the_last_of_many_shares_stands_for_those_that_are_not_noted() {
-    // As a receiver over sixteen queue pairs notes them: seven, and the last one, with which the size is known.
+    // The notes of a receiver over sixteen queue pairs: seven shares, and the last one, with which the size is known.
     let share = |number: u64| Chunk {
         total: 10 * (number + 1),
         path: number as u16,
@@ -179,7 +180,7 @@ fn a_chunk_that_is_over_after_it_was_sent_again_ends_both() {
     assert_eq!(pieces(&transfer), [(false, 1, true), (true, 0, true)]);
     transfer.end(10, at(3));
     assert_eq!(lengths(&transfer), [10]);
-    // The note that it was sent again may be found first, or last.
+    // The reader may find the note of the resend first, or last.
     for order in [[0, 1], [1, 0]] {
         let mut transfer = begun(true);
         for which in order {
@@ -195,7 +196,7 @@ fn a_chunk_that_is_over_after_it_was_sent_again_ends_both() {
 
 #[test]
 fn shares_of_a_size_that_becomes_known_with_them_are_told_in_any_order() {
-    // As a receiver over queue pairs gets them: each note with the size so far, not the offset.
+    // The notes of a receiver over queue pairs: each has the size so far, not the offset.
     let share = |number: u64| Chunk {
         total: 10 * (number + 1),
         path: number as u16,
