@@ -33,7 +33,7 @@ pub(crate) struct Adapter {
     pub number: i32,
     /// What discovery found out about it.
     pub open: OpenPort,
-    /// Where its queue pairs and regions live.
+    /// The protection domain of its queue pairs and regions.
     pub domain: ProtectionDomain,
     /// The kernel module through which it reaches GPU memory by its address.
     pub peer_memory: Option<&'static str>,
@@ -126,7 +126,7 @@ impl Adapter {
         self.open.port.name()
     }
 
-    /// Memory of Towline's own, in which every write must come in order.
+    /// Memory of Towline's own, in which writes must arrive in order.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -135,7 +135,7 @@ impl Adapter {
         MemoryRegion::new(&self.domain, pages.address() as usize, pages.bytes(), access, None)
     }
 
-    /// The process is no longer interested in this queue.
+    /// Events of this queue are no longer reported.
     pub(crate) fn forget(&self, queue: u64) {
         self.concerned().retain(|(of, _)| *of != queue);
     }
@@ -164,7 +164,7 @@ impl Adapter {
     }
 
     /// Its GID's index in the port's table. An address that was removed while queue pairs used it gets another index
-    /// when it comes back; the index for those queue pairs is updated.
+    /// when it is added again. The index for those queue pairs is updated.
     pub(crate) fn gid_index(&self) -> u32 {
         match self.gid_index.load(Ordering::Relaxed) {
             NOWHERE => self.open.gid_index,
@@ -172,7 +172,7 @@ impl Adapter {
         }
     }
 
-    /// Where its GID is now; the old index while that is unknown.
+    /// Sets the index of its GID; None: it is not in the table. Returns the previous index, if there was one.
     pub(crate) fn set_gid_index(&self, index: Option<u32>) -> Option<u32> {
         let before = self.gid_index.swap(index.unwrap_or(NOWHERE), Ordering::Relaxed);
         (before != NOWHERE).then_some(before)
@@ -198,7 +198,7 @@ impl Adapter {
         self.concerned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Every connection with a queue here must poll at once: the control thread does so by itself, but at most eight
+    /// Every connection with a queue here must poll at once. The control thread polls by itself, but only up to eight
     /// times a second.
     fn alarm_all(&self) {
         let concerned = self.concerned();
@@ -245,7 +245,7 @@ pub(crate) struct Registration {
     adapters: Adapters,
     /// By adapter; None for one that had failed: its queue pairs are no longer used.
     leases: Vec<Option<Lease<Memory, MemoryRegion>>>,
-    /// What it is.
+    /// The kind of the memory.
     pub kind: Memory,
     start: u64,
     end: u64,

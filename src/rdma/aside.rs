@@ -13,7 +13,7 @@ impl<T: Send + 'static> Aside<T> {
     /// and `wake` is not called.
     pub(super) fn start(work: impl FnOnce() -> T + Send + 'static, wake: impl FnOnce() + Send + 'static) -> Self {
         let outcome = Arc::new(Mutex::new(None));
-        // Shared, so that it is still here if no thread could be created.
+        // Shared, so that the work is still available if no thread could be created.
         let work = Arc::new(Mutex::new(Some(work)));
         let run = {
             let (work, outcome) = (Arc::clone(&work), Arc::clone(&outcome));

@@ -52,7 +52,7 @@ fn without_effect(names: impl Iterator<Item = String>) -> Option<String> {
 }
 
 impl Rdma {
-    /// Finds the ports. Warnings for the user come with them.
+    /// Finds the ports. Also returns warnings for the user.
     ///
     /// # Errors
     /// The reason why there is none.
@@ -106,7 +106,7 @@ impl Rdma {
         }
     }
 
-    /// Starts to listen on a device: handshakes come over the interfaces `rails`.
+    /// Starts to listen on a device: handshakes arrive over the interfaces `rails`.
     ///
     /// # Errors
     /// When nothing can be bound to the first of them.

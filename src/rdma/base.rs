@@ -84,9 +84,9 @@ pub(crate) struct Base {
     /// The sender's query, with [`QUERIED`].
     query: AtomicU64,
     control: Mutex<Control>,
-    /// Work requests were flushed: the failure that caused it is still to come, or this is it.
+    /// Work requests were flushed. The failure that caused it has not arrived yet, or is this one.
     flushed: Mutex<Option<(Instant, Error)>>,
-    /// There is one: checked in every `test` that finds nothing.
+    /// Whether there is such a failure: checked in every `test` that finds nothing.
     has_flushed: AtomicBool,
     /// Asynchronous events of its queues.
     pub(super) mishap: Arc<Mishap>,
@@ -215,7 +215,7 @@ impl Base {
         let Some(source) = control.source.clone() else { return Ok(()) };
         let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
         let registration = self.net.poller.control_thread()?.register(source, fd)?;
-        // Something may have arrived before the descriptor was watched.
+        // Data may have arrived before the descriptor was watched.
         registration.kick();
         control.registration = Some(registration);
         Ok(())
@@ -246,7 +246,7 @@ impl Base {
         self.closing.store(true, Ordering::Release);
     }
 
-    /// Reads the peer's frames. Returns the failure that the peer reports, or that its end or its silence means.
+    /// Reads the peer's frames. Returns the failure that the peer reports, or that follows from its end or its silence.
     ///
     /// # Errors
     /// That failure.
@@ -295,7 +295,7 @@ impl Base {
             }
             match header.kind {
                 Type::Bye => self.health.peer_is_done(),
-                // Only the receiving side uses it.
+                // Only the receiving side uses this query.
                 Type::Query => {
                     self.query.store(header.total | QUERIED, Ordering::Release);
                     self.alarm.raise();
@@ -434,8 +434,8 @@ impl Base {
     pub(crate) fn fail(&self, error: Error) {
         let frames = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
-        // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
-        // peer's name.
+        // Claimed before any other thread can see the failure: otherwise the call that gets the failure might log it
+        // without the peer's name.
         let tells = !self.is_closing() && error.report_once();
         let is_first = self.health.fail_telling(error.clone(), || self.send_control(&frames));
         if is_first && tells {
@@ -448,7 +448,7 @@ impl Base {
         self.fail(left_early(&self.peer));
     }
 
-    /// The failure when this side did that while requests were outstanding.
+    /// The failure when this side did `did` while requests were outstanding.
     pub(super) fn ended_early(&self, did: &str) -> Error {
         let doing = if self.side == Side::Connecting { "sending" } else { "receiving" };
         Error::remote(format!("the {doing} side {did} with transfers in flight"))
@@ -477,7 +477,7 @@ impl Base {
         !control.output.is_empty() || control.monitor.awaits_answer() || control.away.is_some()
     }
 
-    /// Sending side: requests the receiver to announce what it has posted; `cts_entries` were read so far.
+    /// Sending side: requests the receiver to announce its posted receives; `cts_entries` were read so far.
     pub(crate) fn query(&self, cts_entries: u32) {
         // The query is repeated anyway.
         self.control().queue_frame(&Header { total: cts_entries.into(), ..Header::of(Type::Query, 0) }.encode());

@@ -1,4 +1,5 @@
-//! A connection over queue pairs, in one direction: the lock of its state, and which thread takes it for what.
+//! A connection over queue pairs, in one direction: the lock of its state, and which thread takes the lock for which
+//! work.
 //!
 //! A [`Direction`] adds what is sent or received. All calls between the two are resolved when the library is compiled.
 //!
@@ -16,7 +17,7 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, Ticket};
 use crate::os::error::{Error, Result};
 
-/// What a direction adds to a connection, kept with what it knows of the other side.
+/// The functions that a direction adds to a connection. The implementing type holds the data about the other side.
 pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What is changed with the state locked.
     type State: Send;
@@ -29,7 +30,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// The keys of the free request slots.
     fn keys(state: &Self::State) -> &Keys;
 
-    /// Takes completions, and does what they allow. Returns whether anything moved.
+    /// Takes completions, and starts the work that they allow. Returns whether anything moved.
     ///
     /// # Errors
     /// The failure with which the connection must end.
@@ -46,14 +47,14 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
 
     /// Checks the ports and the queue pairs, in any thread but NCCL's. Returns whether the connection owes the peer something
     /// although no request is outstanding, and when to check lost queue pairs again. If another thread holds the state, this
-    /// one does not wait for it, because that one would have to wake it, but leaves the work to it: NCCL's thread may be
-    /// active for seconds.
+    /// thread does not wait for it but leaves the work to it: the holder would otherwise have to wake this thread. NCCL's
+    /// thread may be active for seconds.
     fn care(conn: &Connection<Self>) -> (bool, Option<Instant>);
 
     /// The control thread has polled.
     fn polled(_conn: &Connection<Self>) {}
 
-    /// Before an orderly close: waits until what was reported done has reached the peer.
+    /// Before an orderly close: waits until all data that was reported done has reached the peer.
     fn deliver(_conn: &Connection<Self>) {}
 
     /// The queue pairs.
@@ -84,7 +85,7 @@ impl<D: Direction> Connection<D> {
         Ok(())
     }
 
-    /// What needs no lock of the state.
+    /// The part that needs no lock of the state.
     pub(crate) fn base(&self) -> &Base {
         &self.base
     }
@@ -128,7 +129,7 @@ impl<D: Direction> Connection<D> {
     }
 
     /// Polls, unless another thread is polling.
-    // Inlined into `test`, which runs again and again until something has arrived.
+    // Inlined into `test`, which NCCL calls again and again until something has arrived.
     #[inline(always)]
     pub(super) fn poll_once(&self) -> bool {
         let Some(mut state) = self.try_state() else { return false };
@@ -167,7 +168,7 @@ impl<D: Direction> Connection<D> {
         let devices = D::devices(&mut state);
         drop(state);
         if orderly {
-            // The queue pairs stay until the peer has closed too: a receiver may still be writing CTS entries, and if the
+            // The queue pairs stay until the peer has closed too. A receiver may still be writing CTS entries. And if the
             // acknowledgement of a sender's last write is lost, only an existing queue pair repeats it.
             self.base.leave(Some(Box::new(devices)));
         } else {

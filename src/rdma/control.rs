@@ -2,7 +2,7 @@
 //!
 //! Each side says goodbye over it, or reports why the connection has failed, as over a TCP stream. Messages about lost
 //! queue pairs ([`recovery`](super::recovery)) use it too, and its end shows a peer's death while nothing is being sent.
-//! What follows when it falls silent or is cut is in [`reconnect`](super::reconnect).
+//! [`reconnect`](super::reconnect) handles a channel that falls silent or is cut.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -51,7 +51,7 @@ pub(super) struct Control {
     /// The source that the control thread polls.
     pub(super) source: Option<Arc<dyn Source>>,
     pub(super) input: Vec<u8>,
-    /// What the socket has not accepted yet.
+    /// Bytes that the socket has not accepted yet.
     pub(super) output: Vec<u8>,
     pub(super) ended: Option<Instant>,
     /// When the kernel's data about the socket was last read.
@@ -75,14 +75,14 @@ pub(super) struct Control {
     pub(super) away: Option<Instant>,
     /// Since when the kernel probes the socket often, because nothing was received on it.
     probed: Option<Instant>,
-    /// The socket was cut: whether the peer lives.
+    /// The inquiry whether the peer is alive, once the socket was cut.
     pub(super) inquiry: Option<PeerInquiry>,
-    /// The attempt to find out has not started yet.
+    /// The attempt to reach the peer has not started yet.
     pub(super) must_seek: bool,
 }
 
 impl Control {
-    /// Of a new connection.
+    /// The control channel of a new connection.
     pub(super) fn new(sock: Sock) -> Self {
         Self {
             registration: None,
@@ -133,7 +133,7 @@ impl Control {
         }
     }
 
-    /// A replacement is being connected, since this socket has been silent for as long: the kernel finds out whether
+    /// A replacement is being connected, since this socket has been silent for so long. Makes the kernel probe whether
     /// the other side is still there.
     pub(super) fn is_silent(&mut self, since: Instant) {
         (self.away, self.probed) = (Some(since), Some(since));

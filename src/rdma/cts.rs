@@ -16,10 +16,10 @@
 //!
 //! Little-endian; 64 bytes, so that a CTS entry fits one cache line and one inline write.
 //!
-//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] slots; CTS entry n is in slot n modulo [`CTS_ENTRIES`]. The device writes a CTS entry's bytes
-//! in no guaranteed order, so a CTS entry is accepted only when number and check match: an incomplete CTS entry, or the previous
-//! CTS entry of that slot, does not. Behind the CTS entries there is one more slot, for the receiver's count of eager messages
-//! when no CTS entry carries it.
+//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] slots; CTS entry n is in slot n modulo [`CTS_ENTRIES`]. The device writes a
+//! CTS entry's bytes in no guaranteed order, so a CTS entry is accepted only when number and check match. An incomplete CTS
+//! entry, or the previous one of that slot, does not match. Behind the CTS entries there is one more slot, for the receiver's
+//! count of eager messages when no CTS entry carries it.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -65,7 +65,7 @@ pub(crate) struct CtsEntry {
 }
 
 impl CtsEntry {
-    /// The bytes of this.
+    /// The bytes of this entry.
     pub(crate) fn encode(&self) -> [u8; CTS_BYTES] {
         let mut out = [0; CTS_BYTES];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
@@ -151,7 +151,7 @@ impl Ring {
         &self.0
     }
 
-    /// Where it starts.
+    /// The ring's start address.
     pub(crate) fn address(&self) -> u64 {
         self.0.address()
     }
@@ -181,9 +181,9 @@ impl Ring {
             return None;
         }
         let slot = self.0[number as usize % CTS_ENTRIES].0.get();
-        // SAFETY: the slot is readable, aligned to 64, and exists as long as this; a device may write at the same
-        // time, hence volatile, and `decode` detects an incomplete CTS entry. Read in 8-byte units: single bytes would be
-        // slow.
+        // SAFETY: the slot is readable, aligned to 64, and exists as long as this. A device may write at the same time:
+        // hence the read is volatile, and `decode` detects an incomplete CTS entry. Read in 8-byte units: single bytes
+        // would be slow.
         let words: [u64; CTS_BYTES / 8] =
             std::array::from_fn(|at| unsafe { slot.cast::<u64>().add(at).read_volatile() });
         let bytes = words.map(u64::to_ne_bytes);

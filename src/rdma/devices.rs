@@ -1,9 +1,10 @@
 //! The ports that can carry NCCL's traffic, in NCCL's order, with the properties that NCCL gets.
 //!
-//! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports of
-//! InfiniBand and Ethernet, filtered by `NCCL_IB_HCA`, sorted by PCI address, ports of one card numbered consecutively.
-//! [`discover`] queries libibverbs and the kernel; [`arrange`] holds the rules and uses neither. A port that cannot be
-//! used is left out here, with a sentence, and not when a connection needs it ([`trial`]).
+//! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports. They select active
+//! ports of InfiniBand and Ethernet, filtered by `NCCL_IB_HCA` and sorted by PCI address. Ports of one card are
+//! numbered consecutively. [`discover`] queries libibverbs and the kernel; [`arrange`] holds the rules and uses
+//! neither. A port that cannot be used is left out here with a message, not later when a connection needs it
+//! ([`trial`]).
 //!
 //! Guarantee: two processes of one host get the same list, as long as the host does not change in between.
 //!
@@ -42,7 +43,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// The settings from the configuration, and what is wrong with them.
+    /// The settings from the configuration, and messages about errors in them.
     fn from_config(config: &Config) -> (Self, Vec<String>) {
         let family = config.ib_addr_family.unwrap_or(Family::V4);
         let range = config.ib_addr_range.as_deref().map(|text| gid::Range::parse(text, family)).transpose();
@@ -316,7 +317,7 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
     }
 }
 
-/// The rules: which of these ports may be used, in which order, and what NCCL sees of them.
+/// The rules: which of these ports may be used, in which order, and the properties that NCCL gets.
 fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
         let choice = wish.filter.choose(&found.device, found.number)?;
@@ -373,8 +374,8 @@ fn pci_number(path: &Path) -> u64 {
     u64::from_str_radix(&digits, 16).unwrap_or(u64::MAX)
 }
 
-/// A path that is the same for all ports of a card: function 0 and, if virtual functions are to be merged, device 0,
-/// as in NCCL, whose topology search compares these paths.
+/// A path that is the same for all ports of a card: function 0 and, if virtual functions are to be merged, device 0.
+/// NCCL does the same, and its topology search compares these paths.
 fn card_path(path: &Path, merge_vfs: bool) -> PathBuf {
     let mut name: Vec<u8> = path.file_name().map(|name| name.as_encoded_bytes().to_vec()).unwrap_or_default();
     let length = name.len();

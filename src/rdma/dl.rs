@@ -1,6 +1,6 @@
 //! libibverbs, opened at run time.
 //!
-//! Each function is looked up by name *and* symbol version: libibverbs keeps very old versions of its functions under
+//! Each function is looked up by name *and* symbol version. libibverbs keeps very old versions of its functions under
 //! the same names, with other structs, and a plain `dlsym` leaves the choice to the linker. Functions added after the
 //! first stable version are optional and `None` in an older library.
 //!
@@ -158,13 +158,14 @@ impl Verbs {
 
     /// Keeps pinned pages in place when the process forks. Must be called before the first object is made.
     ///
-    /// Kernels from 5.12 on copy pinned pages at the fork, and nothing need be done. Before, the parent could lose them
-    /// to its child, so `ibv_fork_init` makes libibverbs keep them out of the child altogether, together with
-    /// everything else on those pages: a child that touches it crashes. Hence it is called only where it is needed.
+    /// Kernels from 5.12 on copy pinned pages at the fork, and no call is needed. Before, the parent could lose them to
+    /// its child. So `ibv_fork_init` makes libibverbs keep the pages out of the child altogether, together with
+    /// everything else on them, and a child that touches them crashes. Hence `ibv_fork_init` is called only where it is
+    /// needed.
     fn prepare_for_forks(&self) {
         /// `IBV_FORK_UNNEEDED`.
         const UNNEEDED: c_int = 2;
-        // SAFETY: takes no arguments and asks the kernel.
+        // SAFETY: takes no arguments and queries the kernel.
         let is_needed = self.is_fork_initialized.is_none_or(|ask| unsafe { ask() } != UNNEEDED);
         if is_needed {
             // SAFETY: takes no arguments. If it fails, forks have the effect described above.

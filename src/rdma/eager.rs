@@ -16,15 +16,15 @@
 //!
 //! Most messages follow one with the same tag. For those the immediate replaces the head by a [`CompressedHeader`]: how far the
 //! number and the count of CTS entries are ahead of the last short message's. Both sides have seen these in the same
-//! order, since all of them use one queue pair; when it is lost, the messages in doubt are resent first over the next
+//! order, since all of them use one queue pair. When it is lost, the messages in doubt are resent first over the next
 //! one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
 //!
 //! # Credit
 //! There are [`INBOX_SLOTS`] slots, used in turn. The receiver counts the messages that it has delivered and sends that
 //! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more than
-//! `INBOX_SLOTS` undelivered messages. That also keeps it from writing into a slot that was not read: message n needs `n -
-//! INBOX_SLOTS + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
-//! deliver into a buffer. So if it had not read slot n modulo `INBOX_SLOTS`, whose message is `n - INBOX_SLOTS`, it could have
+//! `INBOX_SLOTS` undelivered messages. That also keeps it from writing into a slot that was not read. Message n needs `n -
+//! INBOX_SLOTS + 1` messages delivered before it. The receiver takes messages in order, and moves those that it cannot deliver
+//! into a buffer. So if it had not read slot n modulo `INBOX_SLOTS`, whose message is `n - INBOX_SLOTS`, it could have
 //! delivered at most `n - INBOX_SLOTS`.
 //!
 //! This module posts nothing.
@@ -103,7 +103,7 @@ impl CompressedHeader {
     pub(crate) const NONE: Self = Self { steps: 0, cts_entries: 0 };
 }
 
-/// The head of the last short message, or the one it would have had.
+/// The head of the last short message, or the head that it would have had.
 #[derive(Debug, Default, Clone, Copy)]
 struct Last(Option<Head>);
 
@@ -174,7 +174,7 @@ pub(crate) struct Outbox {
 /// A message to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Parcel {
-    /// Where it lies, by this side's addresses.
+    /// The message's address on this side.
     pub address: u64,
     /// Bytes, with the head if it has one.
     pub bytes: u32,
@@ -278,7 +278,7 @@ fn before(compressed: CompressedHeader) -> usize {
     if compressed.steps == 0 { HEAD } else { 0 }
 }
 
-/// Where the peer's inbox is.
+/// The location of the peer's inbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address {
     /// By the receiver's addresses.
@@ -329,12 +329,12 @@ impl Kept {
         &self.bytes
     }
 
-    /// What stood before it.
+    /// The head before the message.
     pub(crate) fn head(&self) -> &Head {
         &self.head
     }
 
-    /// The work request that it came with.
+    /// The work request with which it arrived.
     pub(crate) fn wr_id(&self) -> u64 {
         self.wr_id
     }
@@ -379,8 +379,8 @@ impl Inbox {
             self.last.expand(compressed, written).ok_or_else(unknown)?
         } else {
             // SAFETY: inside the slot. Its write has completed, and the sender may not write there again before the
-            // delivery of later messages is reported to it; if it does anyway, the bytes are no secret and no reference
-            // to them is made.
+            // delivery of later messages is reported to it. If the sender does so anyway, the bytes are no secret and
+            // no reference to them is made.
             Head::decode(&unsafe { from.cast::<[u8; HEAD]>().read_volatile() })
         };
         if u64::from(head.length) > EAGER_MAX || head.length + before as u32 != written {
@@ -400,7 +400,7 @@ impl Inbox {
     /// Keeps a message until its receive is posted.
     ///
     /// # Safety
-    /// `data` is what [`Inbox::arrived`] has just given with that head.
+    /// `data` is the pointer that [`Inbox::arrived`] has just returned with that head.
     #[cold]
     pub(crate) unsafe fn keep(&mut self, head: Head, wr_id: u64, data: *const u8) {
         let mut bytes = vec![0; head.length as usize].into_boxed_slice();
@@ -448,7 +448,7 @@ mod tests {
             prop_assert_eq!(Head::decode(&head.encode()), head);
         }
 
-        /// The short form carries what the head would have carried, whichever messages have a head.
+        /// The short form carries the same data as a head, whichever messages have a head.
         #[test]
         fn a_compressed_header_is_understood(
             start: (i32, u32, u32),
@@ -479,8 +479,8 @@ mod tests {
             }
         }
 
-        /// Whatever counts arrive, late, twice or torn: never more than INBOX_SLOTS messages are under way, and none is
-        /// written into a slot whose message the receiver has not read.
+        /// Counts arrive late, twice or torn. Never more than INBOX_SLOTS messages are under way, and none is written
+        /// into a slot whose message the receiver has not read.
         #[test]
         fn credit_never_overtakes_the_receiver(
             start: u32,

@@ -1,4 +1,4 @@
-//! Asynchronous events of devices: what happens to a port, a device or a queue outside any work request.
+//! Asynchronous events of devices: they concern a port, a device or a queue, and no work request.
 //!
 //! The control thread reads them. A port that goes down is remembered, so that a request that fails later can mention
 //! it. A failed device ends its connections, and a failed queue its own one, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0`

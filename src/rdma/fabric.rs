@@ -1,4 +1,4 @@
-//! The verbs objects of one connection: its queue pairs and the completion queues that they report to.
+//! The verbs objects of one connection: its queue pairs and the completion queues to which they report.
 //!
 //! Queue pair l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
 //! number of the peer's. There is one completion queue for each local adapter.
@@ -6,7 +6,7 @@
 //! # Credit
 //!
 //! A completion queue that overruns ends all its queue pairs. So each queue has an entry for everything that can be in
-//! the queues of its queue pairs at one time: [`Qp::room`] never allows more requests in a sending queue than it was made
+//! the queues of its queue pairs at one time. [`Qp::room`] never allows more requests in a sending queue than it was made
 //! for, and receives are posted again only as they are used up.
 
 use std::mem::MaybeUninit;
@@ -50,13 +50,13 @@ pub(crate) struct Qp {
     pub(super) trouble: Option<Trouble>,
     /// Shared by all queue pairs.
     alarm: Alarm,
-    /// A failure is kept in `trouble`, for the connection can continue without it.
+    /// A failure is kept in `trouble`, because the connection can continue without this queue pair.
     pub(super) recovers: bool,
     /// Receives that are in its queue.
     pub(super) receives: u32,
     /// Immediates that were received on it.
     pub(super) arrived: u64,
-    /// The other side has ended its end, having received this many.
+    /// The other side has ended its queue pair, having received this many immediates.
     pub(super) peer: Option<u64>,
     /// The epoch: how many queue pairs with this number there were before, counted from 0.
     pub(super) epoch: u16,
@@ -94,7 +94,7 @@ pub(crate) struct Fabric {
     pub(super) without: Option<(Instant, Error)>,
     /// The parameters for further queue pairs.
     depth: Depth,
-    /// Where they lead.
+    /// The peer's ports to which they lead.
     ports: Vec<PortRecord>,
     class: Class,
     alarm: Alarm,
@@ -239,7 +239,7 @@ impl Fabric {
         })
     }
 
-    /// What the peer needs to know about the queue pairs.
+    /// The data about the queue pairs that the peer needs.
     pub(crate) fn records(&self, config: &Config) -> Vec<QpRecord> {
         self.qps.iter().filter_map(|qp| qp.record(config)).collect()
     }
@@ -274,7 +274,7 @@ impl Fabric {
         let (pair, first_packet) = queue_pair(&adapters[qp.adapter], &self.queues[qp.adapter], self.depth, config)?;
         qp.ends.pair = pair.number();
         qp.inline_bytes = pair.capacity().inline_bytes;
-        // No room before it is verified: what completes until then is the probe.
+        // No room before it is verified: until then only the probe completes.
         (qp.pair, qp.first_packet, qp.room) = (Some(pair), first_packet, 0);
         qp.linked = Linked::BOUND;
         (qp.state, qp.trouble, qp.peer) = (QpState::Returning, None, None);
@@ -338,7 +338,7 @@ impl Fabric {
         &mut self.qps[index]
     }
 
-    /// Posts what was held back on all queue pairs.
+    /// Posts the work requests that were held back on all queue pairs.
     ///
     /// # Errors
     /// As [`Qp::post`].
@@ -425,7 +425,7 @@ fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: 
     let Depth { send, receive, inline_bytes } = depth;
     let wanted = Capacity { send, receive: receive.max(1), inline_bytes };
     let make = |inline_bytes| QueuePair::new(&adapter.domain, queue, queue, Capacity { inline_bytes, ..wanted });
-    // Devices differ in how many bytes they accept inline. The limit is not known before one tries.
+    // Devices differ in how many bytes they accept inline, and only an attempt shows the limit.
     let fewer = [220, 96, 64, 0].into_iter().filter(|fewer| *fewer < inline_bytes);
     let pair = fewer.fold(make(inline_bytes), |made, fewer| made.or_else(|_| make(fewer)))?;
     let pkey_index = u16::try_from(config.ib_pkey.0).unwrap_or(0);
@@ -582,7 +582,7 @@ impl Qp {
         self.state == QpState::Returning
     }
 
-    /// Its new queue pair reaches the peer. The thread that takes care of the connection starts to use it.
+    /// Its new queue pair reaches the peer. The thread that maintains the connection starts to use it.
     pub(crate) fn is_proven(&mut self) {
         self.proven = true;
         self.alarm.raise();
@@ -620,7 +620,7 @@ impl Qp {
         self.give_up(now + pause(self.tries));
     }
 
-    /// The peer has one too, and a first write over both is under way: how long that may take.
+    /// The peer has one too, and a first write over both is under way. Sets how long that may take.
     pub(crate) fn is_tried(&mut self) {
         self.next_try = Some(Instant::now() + patience(self.tries));
     }
@@ -631,7 +631,7 @@ impl Qp {
         pair.or_else(|| self.apart.as_ref().map(Apart::element))
     }
 
-    /// What the peer needs to know about it.
+    /// The data about it that the peer needs.
     pub(super) fn record(&self, config: &Config) -> Option<QpRecord> {
         let pair = self.pair.as_ref()?;
         let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.linked.without_ece).map(Into::into);
@@ -765,7 +765,7 @@ impl Qp {
         self.held.len()
     }
 
-    /// Posts what was held back.
+    /// Posts the work requests that were held back.
     ///
     /// # Errors
     /// As [`Qp::post`].
@@ -812,7 +812,7 @@ impl Qp {
         &self.ends
     }
 
-    /// Where it leads, for a profiler; `adapters` are the device that it is part of.
+    /// Its path, for a profiler; `adapters` are the device that it is part of.
     pub(crate) fn path(&self, adapters: &Adapters) -> Path {
         let device = adapters[self.adapter].number;
         let peer = Some(SocketAddr::from((Ipv6Addr::from(self.ends.peer_gid).to_canonical(), 0)));

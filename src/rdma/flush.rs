@@ -1,13 +1,13 @@
 //! Making received bytes visible to the GPU.
 //!
 //! Bytes that a device wrote into GPU memory may still be on their way through the PCIe fabric when the completion of
-//! the write is already in host memory. A read of the same memory by the same device comes back only behind them. So a
+//! the write is already in host memory. A read of the same memory by the same device completes only after them. So a
 //! flush reads a byte through a queue pair that is connected to itself, one on each port of the connection, and is done
 //! when all the reads are. Host memory needs none of this.
 //!
-//! The peer is not involved in a read, so a failed read is repeated, on a fresh queue pair of the same port, whatever
-//! happens to the connection's own queue pairs; for `TOWLINE_RECONNECT_TIMEOUT`, after which the connection ends. One
-//! kind of port need not read: one that cannot, and on which the connection has no queue pair any more. Those were
+//! The peer is not involved in a read. So a failed read is repeated on a fresh queue pair of the same port, whatever
+//! happens to the connection's own queue pairs. After `TOWLINE_RECONNECT_TIMEOUT` of failed reads the connection ends.
+//! One kind of port need not read: one that cannot, and on which the connection has no queue pair any more. Those were
 //! ended, which a device does only when everything they wrote has been written.
 
 #[cfg(test)]
@@ -35,7 +35,7 @@ const DEPTH: Depth = Depth { send: SLOTS as u32, receive: 1, inline_bytes: 0 };
 /// How long after a failed read the next one is made; later a quarter of the time since the first failure.
 const NEXT_TRY: Duration = Duration::from_millis(5);
 
-/// Whether what a device wrote into such memory must be flushed before the GPU reads it.
+/// Whether bytes that a device wrote into such memory must be flushed before the GPU reads them.
 pub(crate) fn is_needed(memory: Memory) -> bool {
     memory != Memory::Host
 }
@@ -47,7 +47,7 @@ fn patience(config: &Config, is_out: bool) -> Duration {
     config.reconnect_timeout.saturating_add(if is_out { resent } else { Duration::ZERO })
 }
 
-/// What flushes need to know about their connection.
+/// The data about the connection that flushes need.
 pub(crate) struct Around<'a> {
     /// Its configuration.
     pub config: &'a Config,
@@ -56,14 +56,14 @@ pub(crate) struct Around<'a> {
 }
 
 impl Around<'_> {
-    /// Whether nothing that arrived over a port can still be under way: none of the connection's queue pairs is left
-    /// there.
+    /// Whether no bytes that arrived over a port can still be under way, because none of the connection's queue pairs
+    /// is left there.
     fn is_over(&self, port: usize) -> bool {
         !self.qps.iter().any(|qp| qp.adapter == port && qp.has_pair())
     }
 }
 
-/// A queue pair that reads, and where to.
+/// A queue pair that reads, and the memory that receives the bytes.
 struct Reader {
     /// Dropped first: afterwards no device writes into `sink`.
     fabric: Fabric,
@@ -88,7 +88,7 @@ impl Reader {
 /// A read that could not be posted, or has failed.
 struct Failure {
     error: Error,
-    /// It would fail again.
+    /// The read would fail again.
     is_mistake: bool,
 }
 
@@ -224,7 +224,7 @@ pub(crate) struct Flush {
 }
 
 impl Flush {
-    /// None yet, over the ports of a connection.
+    /// No flush yet, over the ports of a connection.
     pub(crate) fn new(adapters: &Adapters) -> Self {
         const { assert!(MAX_DEVICES <= u8::BITS as usize) };
         Self { ports: adapters.iter().map(Port::new).collect(), left: vec![Left::default(); SLOTS], pending: 0 }

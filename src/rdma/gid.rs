@@ -1,12 +1,13 @@
 //! Which entry of a port's GID table is used for the port.
 //!
 //! On RoCE a port has several GIDs: for each address of its interface one for each RoCE version, besides the link-local
-//! ones. The rule is NCCL's: of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the wanted range
-//! (`NCCL_IB_ADDR_RANGE`), the first routable entry of the wanted RoCE version (`NCCL_IB_ROCE_VERSION_NUM`), else the
-//! first entry of the family; `NCCL_IB_GID_INDEX` overrides everything. When nothing matches it is entry 0. An entry
-//! whose address is in another network namespace than the process, as the host's in a pod, comes after all matching
-//! entries of the process's own: its packets would carry an address at which this process cannot be reached. On
-//! InfiniBand it is entry 0, or the one with a routable forwarding identifier if the fabric has one.
+//! ones. The rule is NCCL's. It considers entries of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the
+//! wanted range (`NCCL_IB_ADDR_RANGE`). It takes the first routable entry of the wanted RoCE version
+//! (`NCCL_IB_ROCE_VERSION_NUM`), else the first entry of the family. `NCCL_IB_GID_INDEX` overrides everything. When
+//! nothing matches it is entry 0. An entry whose address is in another network namespace than the process, such as the
+//! host's in a pod, comes after all matching entries of the process's own. Its packets would carry an address at which
+//! this process cannot be reached. On InfiniBand it is entry 0, or the one with a routable forwarding identifier if the
+//! fabric has one.
 //!
 //! This module must not know libibverbs: tables come in as lists.
 
@@ -79,7 +80,7 @@ impl Range {
     /// Reads `address/bits`; the address must be of the requested family.
     ///
     /// # Errors
-    /// What is wrong with the text.
+    /// A message about the error in the text.
     pub(crate) fn parse(text: &str, family: Family) -> Result<Self, String> {
         let (address, bits) =
             text.split_once('/').ok_or_else(|| format!("{text:?} has no prefix length, as in 10.7.0.0/16"))?;
@@ -105,7 +106,7 @@ impl Range {
     }
 }
 
-/// The kind of a GID, as far as the choice needs it.
+/// The address family of a GID, for the choice.
 fn family(gid: &Gid) -> Family {
     let is_mapped = Ipv6Addr::from(*gid).to_ipv4_mapped().is_some();
     // The same for IPv4 multicast, ff0e::ffff:a.b.c.d.
@@ -193,16 +194,16 @@ pub(crate) fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
 /// The entry with which connections were set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chosen {
-    /// What it was then.
+    /// The entry at that time.
     pub entry: GidEntry,
     /// The user chose its index.
     pub is_named: bool,
 }
 
 impl Chosen {
-    /// Its index in the table now; None: it is not there. The old index, when it is still valid; never another one if
-    /// the user chose it, and never that of another interface: the link-local GIDs of an interface and of its VLANs are
-    /// equal.
+    /// Its index in the table now; None: it is not there. The old index is kept when it is still valid. The result is
+    /// never another index if the user chose it, and never an entry of another interface: the link-local GIDs of an
+    /// interface and of its VLANs are equal.
     pub(crate) fn index_in(&self, table: &[GidEntry]) -> Option<u32> {
         let GidEntry { index, gid, version, interface, .. } = self.entry;
         let is_it = |entry: &&GidEntry| {
@@ -282,7 +283,7 @@ mod tests {
         entries.iter().enumerate().map(entry).collect()
     }
 
-    /// What a port with two IPv4 addresses and one IPv6 address has.
+    /// The table of a port with two IPv4 addresses and one IPv6 address.
     fn usual() -> Vec<GidEntry> {
         table(&[
             ("fe80::1", 1),
@@ -358,13 +359,13 @@ mod tests {
         let chosen = |at: usize, is_named| Chosen { entry: table[at], is_named };
         assert_eq!(chosen(1, false).index_in(&table), Some(1));
         assert_eq!(chosen(3, true).index_in(&table), Some(3));
-        // Both went and came back the other way round.
+        // Both were removed and added again in the opposite order.
         let moved: Vec<GidEntry> =
             table.iter().map(|entry| GidEntry { index: (entry.index + 2) % 4, ..*entry }).collect();
         assert_eq!(chosen(1, false).index_in(&moved), Some(3));
         assert_eq!(chosen(1, true).index_in(&moved), None, "the user's index has another one now");
         assert_eq!(chosen(1, false).index_in(&table[2..]), None, "the VLAN's is another one");
-        // Where the interfaces are not known, the same index is as good as it gets.
+        // Where the interfaces are not known, the same index is the best choice.
         let unknown: Vec<GidEntry> = table.iter().map(|entry| GidEntry { interface: None, ..*entry }).collect();
         assert_eq!(chosen(3, false).index_in(&unknown), Some(3));
     }

@@ -1,4 +1,4 @@
-//! From a socket that TCP's handshake has handed over to an RDMA connection.
+//! The steps from a socket that TCP's handshake has handed over to an RDMA connection.
 //!
 //! The control thread drives both sides, from `listen` and `connect` on, whether or not NCCL polls: with NCCL 2.8 to
 //! 2.11 all sides connect before any of them accepts. The messages are in [`record`](super::record).
@@ -136,7 +136,7 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// The connection, when it is ready; the failure, when it has failed.
+    /// The connection, once it is ready; the failure, once the attempt has failed.
     pub(crate) fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
         let outcome = lock(&self.outcome).clone();
         outcome.or_else(|| match lock(&self.dial).as_ref()?.result()? {
@@ -185,7 +185,7 @@ impl Attempt {
     }
 }
 
-/// A dial's reference to its attempt: the attempt owns the dial, so not the other way round.
+/// A dial's weak reference to its attempt: the attempt owns the dial.
 struct Claim(Weak<Attempt>);
 
 impl Opener for Claim {
@@ -285,7 +285,7 @@ impl Greeting {
             }),
             link,
         });
-        // Held while it is registered: the control thread may poll at once.
+        // The lock is held during the registration: the control thread may poll at once.
         let mut state = lock(&greeting.state);
         let control_thread = greeting.common.net.poller.control_thread();
         let registered = control_thread
@@ -301,7 +301,8 @@ impl Greeting {
         loop {
             match state.role.take() {
                 Some(Role::Sending { attempt, stage }) => {
-                    // Put back until it has succeeded, so that after a failure the peer can still be notified.
+                    // Stored again until the step has succeeded, so that after a failure the peer can still be
+                    // notified.
                     state.role = Some(Role::Sending { attempt: Arc::clone(&attempt), stage: Sending::AwaitsAnswer });
                     match self.send_side(state, stage)? {
                         Next::Stage(stage) => state.role = Some(Role::Sending { attempt, stage }),
@@ -500,14 +501,14 @@ impl Greeting {
     fn report_late(&self, state: &mut State, error: Error) -> Error {
         state.registration = None;
         if let Some(sock) = state.sock.take() {
-            // SAFETY: a plain slice. What the socket does not accept is lost, and the peer sees only the end.
+            // SAFETY: a plain slice. Bytes that the socket does not accept are lost, and the peer sees only the end.
             let _ = unsafe { wire::send(sock.as_raw_fd(), Piece::of(&failure(&error))) };
             self.common.net.linger(sock);
         }
         error.with_peer(&self.peer)
     }
 
-    /// Why it was not established in time.
+    /// The reason why the connection was not established in time.
     fn late(&self, state: &State) -> Error {
         let linking = match &state.role {
             Some(Role::Sending { stage: Sending::Links { linking, .. }, .. })

@@ -4,7 +4,7 @@
 //! `=` before the whole list it is the exact name, and with `^` (before `=`) the list excludes instead. Without a port
 //! all ports are meant. An empty list means every device, so `^` alone excludes all, as in NCCL.
 //!
-//! This module must not know what devices there are.
+//! This module must not depend on which devices exist.
 
 use std::fmt;
 

@@ -1,9 +1,9 @@
-//! What a sender has posted on each queue pair and does not know to have arrived.
+//! The writes that a sender has posted on each queue pair and whose arrival is not confirmed.
 //!
 //! When a queue pair is lost, its last work requests are in doubt: a missing acknowledgement proves nothing. But a
-//! reliable queue pair delivers in order, so one number from the receiver settles it: how many immediates it received
-//! from that queue pair before it ended it for ever ([`recovery`](super::recovery)). That many of the entries here, from
-//! the front, have arrived; the rest is resent over other queue pairs.
+//! reliable queue pair delivers in order, so one number from the receiver settles it. The receiver reports how many
+//! immediates it received from that queue pair before it ended it for ever ([`recovery`](super::recovery)). That many of
+//! the entries here, from the front, have arrived; the rest is resent over other queue pairs.
 //!
 //! Kept unless recovery is off. This module posts nothing.
 
@@ -30,7 +30,7 @@ pub(crate) enum Sent {
     Short(Parcel),
 }
 
-/// How a message was sent: what is needed to resend a share of it.
+/// How a message was sent: the data to resend a share of it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
     /// The CTS entry that it answers.
@@ -145,14 +145,15 @@ mod tests {
 
     proptest! {
         /// Queue pairs that deliver in order, acknowledge late or never, and are lost at any moment, any number of
-        /// times: each message is received exactly once, and is reported done to the sender exactly once.
+        /// times. Each message is received exactly once, and is reported done to the sender exactly once.
         #[test]
         fn what_is_in_doubt_arrives_once(
             qps in 2..4_usize,
             events in prop::collection::vec((0..10_u8, any::<prop::sample::Index>()), 1..400),
         ) {
             let mut ledger = Ledger::new(qps);
-            // Per queue pair: what is under way, what was received in this epoch, and how much of that is acknowledged.
+            // Per queue pair: the writes under way, those received in this epoch, and how many of them are
+            // acknowledged.
             let mut way: Vec<VecDeque<u16>> = vec![VecDeque::new(); qps];
             let (mut taken, mut acknowledged) = (vec![0_u64; qps], vec![0_u64; qps]);
             let mut order: Vec<VecDeque<u16>> = vec![VecDeque::new(); qps];

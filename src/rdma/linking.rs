@@ -2,8 +2,8 @@
 //!
 //! On RoCE the kernel resolves the peer's link address in that call (`ibv_modify_qp` to ready-to-receive). If the
 //! switch or the peer is not ready yet it waits for a second and returns `ETIMEDOUT`. So the call is made in a separate
-//! thread, so that connections do not wait for each other in the control thread; and it is repeated after a while, as
-//! NCCL does (`NCCL_IB_MQP_RETRY_*`), with the wait as one of the control thread's deadlines.
+//! thread, so that connections do not wait for each other in the control thread. It is repeated after a while, as NCCL
+//! does (`NCCL_IB_MQP_RETRY_*`), and the wait is one of the control thread's deadlines.
 //!
 //! Guarantee: nothing here waits.
 
@@ -17,7 +17,7 @@ use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 
-/// Connects what is not connected yet.
+/// Connects the queue pairs that are not connected yet.
 pub(crate) type Connect = dyn Fn(&mut Fabric) -> std::result::Result<(), Refused> + Send + Sync;
 
 /// Makes the caller call [`Linking::poll`] soon.
@@ -26,7 +26,7 @@ pub(crate) type Wake = dyn Fn() + Send + Sync;
 /// How failures are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Retry {
-    /// Whatever they are.
+    /// Whether all failures are retried.
     all: bool,
     most: u64,
     pause: Duration,

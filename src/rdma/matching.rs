@@ -4,9 +4,10 @@
 //! arrives at all, is dropped. So sends and entries carry their numbers, and gaps need no special handling.
 //!
 //! NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
-//! times in a row: a short sorted list, where the last hit is tried first. A tag that was used once is remembered.
+//! times in a row. So this is a short sorted list, where the last hit is tried first. A tag that was used once is
+//! remembered.
 //!
-//! This module must not know what is sent.
+//! This module must not depend on what is sent.
 
 use std::collections::VecDeque;
 
@@ -39,8 +40,8 @@ impl<S, L> Matching<S, L> {
         let entry = self.tag(tag);
         let number = entry.next;
         entry.next = number.wrapping_add(1);
-        // Nearly always the first. But a receive that was announced late is behind later ones, and is skipped when its
-        // send did not wait for it.
+        // The entry is nearly always the first. But one that was announced late is behind later ones, and is skipped
+        // when its send did not wait for it.
         while let Some((of, _)) = entry.cts_entries.front()
             && number.wrapping_sub(*of).cast_signed() > 0
         {
@@ -53,8 +54,8 @@ impl<S, L> Matching<S, L> {
         }
     }
 
-    /// The number of the next send with that tag, which the caller counts when it is posted: for a send without a CTS
-    /// entry, when none of its tag has arrived. None when one has.
+    /// The number of the next send with that tag, for a send without a CTS entry, when no entry of its tag has arrived.
+    /// The caller counts the send when it is posted. None when one has.
     #[inline(always)]
     pub(crate) fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
         let entry = self.tag(tag);
@@ -67,12 +68,12 @@ impl<S, L> Matching<S, L> {
         self.sends += 1;
     }
 
-    /// The CTS entry of receive `order`, modulo 65,536, has arrived. Returns it with its send when that waits; else it
-    /// is kept until the send is posted, or dropped when the send went without it.
+    /// The CTS entry of receive `order`, modulo 65,536, has arrived. Returns it with its send if that waits. Otherwise
+    /// it is kept until the send is posted, or dropped if the send did not wait for it.
     #[inline]
     pub(crate) fn cts(&mut self, tag: i32, order: u16, cts: L) -> Option<(S, L)> {
         let entry = self.tag(tag);
-        // The nearest number: a connection has far fewer receives outstanding than this can tell apart.
+        // The nearest number: a connection has far fewer outstanding receives than 16 bits can distinguish.
         let ahead = order.wrapping_sub(entry.next as u16).cast_signed();
         let number = entry.next.wrapping_add_signed(ahead.into());
         if ahead >= 0 {
@@ -150,8 +151,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::{HashMap, HashSet};
 
-    /// The cases of one tag: a send that waits if it must, one that goes without a CTS entry if none is there, an
-    /// entry, or a receive that is not announced.
+    /// The cases of one tag: a send that waits if it must, a send that waits for no CTS entry, an entry, or a receive
+    /// that is not announced.
     #[derive(Debug, Clone, Copy)]
     enum Event {
         Patient,

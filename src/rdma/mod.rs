@@ -1,7 +1,7 @@
 //! The RDMA backend: RoCE and InfiniBand through libibverbs.
 //!
 //! libibverbs is opened at run time ([`dl`]), so the same library works on machines without it. Above it are verbs
-//! objects that own what they stand for ([`verbs`]); above those, what does not depend on a connection:
+//! objects that own their resources ([`verbs`]). Above those are the modules that do not depend on a connection:
 //!
 //! | module | holds |
 //! |---|---|
@@ -15,7 +15,7 @@
 //! | [`mr_cache`] | registrations shared by page range |
 //! | [`pages`] | registered memory of Towline's own |
 //!
-//! Then what moves data. The first three do no I/O:
+//! Then the modules that move data. The first three do no I/O:
 //!
 //! | module | holds |
 //! |---|---|
@@ -40,7 +40,7 @@
 //! Connections are made by the handshake of [`session`](crate::session), whose socket becomes their control channel
 //! ([`opening`](crate::session::opening)).
 //!
-//! Guarantee: the library needs nothing here at load time. On a machine without libibverbs or without devices,
+//! Guarantee: the library needs none of this at load time. On a machine without libibverbs or without devices,
 //! discovery reports that in one sentence and finds none.
 //!
 //! This room must not know TCP's streams, nor NCCL's structs.

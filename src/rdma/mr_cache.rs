@@ -13,7 +13,7 @@
 //! - Regions are made and ended outside the lock. Two equal registrations at the same time make one region: the second waits for the first. If
 //!   the first fails, the second makes its own attempt.
 //!
-//! This module must not know what a region is.
+//! This module must not depend on what a region is.
 
 use std::fmt;
 use std::ops::Deref;
@@ -82,7 +82,7 @@ pub(crate) struct Cache<K, T>(Arc<Shared<K, T>>);
 
 struct Shared<K, T> {
     state: Mutex<State<K, T>>,
-    /// Notifies the threads that wait for a region that it is made, or will not be.
+    /// Notifies threads that wait for a region when it is made, or when its creation has failed.
     settled: Condvar,
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct Lease<K, T> {
     cache: Arc<Shared<K, T>>,
     slot: u64,
     range: PageRange,
-    /// Always there until the lease is dropped.
+    /// Present until the lease is dropped.
     region: Option<Arc<T>>,
 }
 

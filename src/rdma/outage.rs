@@ -17,7 +17,7 @@ pub(crate) enum QpState {
         /// Since when.
         since: Instant,
     },
-    /// Its queue pair has ended, and the other side's is not known to have.
+    /// Its queue pair has ended, and the other side has not reported that its own has.
     Ended {
         /// Since when it is lost.
         since: Instant,
@@ -43,7 +43,7 @@ pub(crate) type Taken = Option<u64>;
 /// The results for queue pairs.
 #[derive(Debug)]
 pub(crate) struct Tended {
-    /// These are lost on both sides: what is in doubt may be resent.
+    /// These are lost on both sides: data in doubt may be resent.
     pub gone: Vec<(usize, Taken)>,
     /// These carry messages again.
     pub back: Vec<usize>,
@@ -117,7 +117,7 @@ pub(super) fn pause(tries: u32) -> Duration {
 }
 
 /// How long the first write over the queue pair of this attempt may take: 0.5 to 4 s. The device's own timeout is not
-/// suitable: it retransmits only after `NCCL_IB_TIMEOUT`, four seconds by default, and the first packet is easily lost
+/// suitable. It retransmits only after `NCCL_IB_TIMEOUT`, four seconds by default, and the first packet is easily lost
 /// on a link that has just come up. A slow peer gets more time in the next attempt.
 pub(super) fn patience(tries: u32) -> Duration {
     Duration::from_millis(250) * (1 << tries.min(4))

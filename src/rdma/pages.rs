@@ -28,7 +28,7 @@ unsafe impl Zeroed for u8 {}
 unsafe impl Zeroed for u64 {}
 // SAFETY: a number.
 unsafe impl Zeroed for std::sync::atomic::AtomicU64 {}
-// SAFETY: made of what may be all zeroes.
+// SAFETY: made of elements that may be all zeroes.
 unsafe impl<T: Zeroed, const N: usize> Zeroed for [T; N] {}
 
 /// A slice on pages of its own.

@@ -2,10 +2,10 @@
 //!
 //! `irecv` writes a CTS entry for each part into the sender's ring, so that the sender writes straight into
 //! NCCL's buffers. The last write of each queue pair carries an immediate, which uses up one of the receives posted on that
-//! queue pair; a part is done when all its immediates have arrived. Its size is the sum of their lengths.
+//! queue pair. A part is done when all its immediates have arrived. Its size is the sum of their lengths.
 //!
-//! Short messages may arrive without that, in the [`Inbox`], and are copied from there. So a part that only short
-//! messages fit is not announced, unless the sender has requested it recently.
+//! Short messages may arrive without a CTS entry, in the [`Inbox`], and are copied from there. So a part that only
+//! short messages fit is not announced, unless the sender has requested it recently.
 
 mod recovery;
 
@@ -38,9 +38,9 @@ use crate::session::wire::copy_ascending;
 /// Receives used up on a queue pair before new ones are posted: one call for several.
 const PUT_BACK: usize = 16;
 
-/// Queue depth of a receiving queue pair: a receive for each part that can be outstanding and each short message that can be
-/// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
-/// whole group.
+/// Queue depth of a receiving queue pair. It has a receive for each part that can be outstanding, for each short message
+/// that can be under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those
+/// of a whole group.
 pub(crate) const DEPTH: Depth =
     Depth { send: 128, receive: (SLOTS + INBOX_SLOTS + PUT_BACK) as u32, inline_bytes: (CTS_BYTES * MAX_PARTS) as u32 };
 
@@ -80,7 +80,7 @@ impl SizeTable {
     }
 }
 
-/// CTS entries as they were written, for a device that does not accept them inline.
+/// Copies of the written CTS entries, for a device that does not accept them inline.
 pub(crate) struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
@@ -88,7 +88,7 @@ pub(crate) struct Mirror {
 }
 
 impl Mirror {
-    /// Without entries.
+    /// A mirror without entries.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -154,7 +154,7 @@ impl Direction for Target {
         conn.pump(state)
     }
 
-    /// Without the flush, which ends here.
+    /// Does not include the flush, which ends here.
     fn devices(state: &mut State) -> Self::Devices {
         drop(state.flush.take());
         (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take())
@@ -180,7 +180,7 @@ impl Direction for Target {
 
 /// A part of a receive as it is posted.
 pub(crate) struct Posted {
-    /// Where the bytes go.
+    /// The address of the buffer.
     pub address: u64,
     /// How many fit.
     pub size: u64,
@@ -190,7 +190,8 @@ pub(crate) struct Posted {
     pub memory: Option<Arc<Registration>>,
 }
 
-/// Posts the first receives on every queue pair. Before the sender knows the queue pairs, so that it never finds one without.
+/// Posts the first receives on every queue pair. This happens before the sender knows the queue pairs, so that it never uses
+/// one without receives.
 ///
 /// # Errors
 /// When a device refuses.
@@ -275,7 +276,7 @@ impl RdmaRecv {
                 return Ok(None);
             }
         }
-        // All of them first: a group is posted as a whole or not at all.
+        // Checks all parts first: a group is posted as a whole or not at all.
         for part in parts.iter_mut().flatten() {
             match &part.memory {
                 Some(memory) => memory.check(&self.base.adapters, part.address, part.size)?,
@@ -314,7 +315,7 @@ impl RdmaRecv {
         Ok(Some(ticket))
     }
 
-    /// Makes what was received into a part's memory visible to the GPU. `None`: there is nothing to wait for.
+    /// Makes the bytes received into a part's memory visible to the GPU. `None`: there is nothing to wait for.
     ///
     /// # Errors
     /// When the connection has failed, or a device refuses.
@@ -532,7 +533,8 @@ impl RdmaRecv {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
         Counters::count(&self.base.counters.early, 1);
-        // Not when its receive is posted: with the sender's count this shows what is under way.
+        // Counted on arrival, not when its receive is posted: together with the sender's count this shows how many
+        // bytes are under way.
         Counters::count(&self.base.counters.bytes, head.length.into());
         // SAFETY: the caller keeps the same promise.
         unsafe { inbox.keep(head, wr_id, data) };
@@ -598,7 +600,8 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// The sender waits for a CTS entry, and has read this many: announces what it could have filled without.
+    /// The sender waits for a CTS entry, and has read this many. Announces the receives that it could have filled
+    /// without one.
     #[cold]
     fn answer(&self, state: &mut State, cts_entries: u32) -> Result<()> {
         state.receives.has_read(cts_entries)?;
@@ -616,7 +619,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// Reports to the sender how many short messages were delivered, when no CTS entry has for long.
+    /// Reports to the sender how many short messages were delivered, when no CTS entry has reported it for long.
     #[inline]
     fn write_credit(&self, state: &mut State) -> Result<()> {
         if state.inbox.as_ref().is_some_and(Inbox::is_telling_due) { self.write_credit_now(state) } else { Ok(()) }
@@ -648,7 +651,7 @@ impl RdmaRecv {
     ) -> Result<()> {
         let qp = fabric.qp(cts_qp);
         *silent += 1;
-        // Nor when the queue is a short one.
+        // Completions are also requested when the queue is short.
         let is_signaled = *silent == SIGNAL_EVERY || qp.room() <= LOW || bytes == 0;
         let local = Local {
             address: mirror.cts_entries[at].as_ptr() as u64,
@@ -669,14 +672,14 @@ impl RdmaRecv {
             *silent = 0;
         }
         // SAFETY: the mirror exists as long as the queue pairs. An entry in it changes only when the sender has answered it,
-        // so the write of it has long completed; a count may be overwritten by a newer one, and half of one is not
+        // so the write of it has long completed. A newer count may overwrite a count, and a half-written one is not
         // accepted.
         unsafe { qp.post_one(|| work) }
     }
 
-    /// Notes for the profiler what a queue pair has brought. Of more shares than can be reported, the last one stands for those
-    /// that are not; so does the last one of a message whose size is in the table, since the lengths of its shares are
-    /// not known.
+    /// Notes for the profiler the shares that a queue pair has delivered. If there are more shares than can be reported, the
+    /// last one stands for the others. The same holds for the last share of a message whose size is in the table, since the
+    /// lengths of its shares are not known.
     #[cold]
     fn report_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
         let left = slot.left.unwrap_or(0);
@@ -728,8 +731,8 @@ fn out_of_reach() -> Error {
 }
 
 impl State {
-    /// Whether `count` more parts can be announced: request slots, slots in the ring that the sender has read, and room for
-    /// the writes: two for a group at the ring's end, and one for a count of short messages.
+    /// Whether `count` more parts can be announced. That takes request slots, slots in the ring that the sender has read,
+    /// and room for the writes. A group at the ring's end needs two writes, and a count of short messages one.
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };

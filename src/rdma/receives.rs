@@ -1,4 +1,4 @@
-//! The parts of receives that have not ended: which are announced, and which the sender may fill without that.
+//! The parts of receives that have not ended: those that are announced, and those that the sender may fill unannounced.
 //!
 //! A part takes a slot, whose number is in its CTS entry and in every immediate that answers it; the generation
 //! distinguishes one use of a slot from the next. This module posts nothing.
@@ -25,7 +25,7 @@ pub(crate) struct Slot {
     pub left: Option<u8>,
     /// Bytes that have arrived.
     pub size: u64,
-    /// Where they go.
+    /// The address of the buffer.
     pub address: u64,
     /// How many fit.
     pub capacity: u64,
@@ -65,7 +65,7 @@ pub(crate) struct Part {
     pub ticket: Ticket,
     /// Which part.
     pub index: usize,
-    /// Where the bytes go.
+    /// The address of the buffer.
     pub address: u64,
     /// How many fit.
     pub size: u64,
@@ -73,7 +73,7 @@ pub(crate) struct Part {
     pub tag: i32,
     /// Which receive with this tag it is.
     pub number: u32,
-    /// What the address lies in.
+    /// The registration that contains the address.
     pub memory: Option<Arc<Registration>>,
     /// It is not the last part of its group.
     pub has_more: bool,
@@ -188,7 +188,7 @@ impl Receives {
         self.open.iter().any(|number| held(number).is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
-    /// No device accesses the memory of any part any more: it need not stay pinned.
+    /// No device accesses the memory of any part any more, so it need not stay pinned.
     pub(crate) fn let_go(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.memory = None);
     }
@@ -233,7 +233,7 @@ impl Receives {
     #[inline(always)]
     pub(crate) fn has_read(&mut self, cts_entries: u32) -> Result<()> {
         let more = cts_entries.wrapping_sub(self.read as u32).cast_signed();
-        // Less than it is known to have read: the count is outdated.
+        // The sender is known to have read more: the count is outdated.
         if more <= 0 {
             return Ok(());
         }

@@ -3,20 +3,21 @@
 //! A connection's queue pairs carry its messages whatever happens to the TCP socket beside them. So with recovery, the
 //! end of that socket ends the connection only when the peer's process is gone:
 //!
-//! - **An end of file** comes from the peer's kernel, and from a process that ends. It is believed.
-//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side connects another socket; the
-//!   listening side calls the other, which may not know, and waits for it to connect. Whether the peer is alive is found out as for TCP's streams
-//!   ([`lifeline`](crate::session::lifeline)): a peer that refuses on all its rails for most of a second is dead.
+//! - **An end of file** comes from the peer's kernel, and from a process that ends. It counts as proof.
+//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side connects
+//!   another socket; the listening side calls the other, which may not have noticed, and waits for it to connect. Whether the
+//!   peer is alive is determined as for TCP's streams ([`lifeline`](crate::session::lifeline)): a peer that refuses on all its
+//!   rails for most of a second is dead.
 //! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten the flow and drop its
 //!   packets. The same follows, for the rest of `TOWLINE_PEER_TIMEOUT`.
 //! - **Silence** while sent data is under way, or a link that goes down: the connecting side connects another socket, and makes the kernel probe the old
-//!   one often. When an answer arrives over the old one after all, or when the new connection is refused, the old one is kept: a silent peer need not
-//!   be dead, and the refusal may come from a firewall. The end of a socket while another one was being connected proves as little as a reset, since
-//!   the other side may have started to use the new one.
-//! - **An end before the first frame** over the next socket, at the listening side: the other has not received the welcome, and connects again, or it
-//!   has died. It is called.
+//!   one often. When an answer arrives over the old one after all, or when the new connection is refused, the old one is kept.
+//!   A silent peer need not be dead, and the refusal may come from a firewall. The end of a socket while another one was being
+//!   connected proves as little as a reset, since the other side may have started to use the new one.
+//! - **An end before the first frame** over the next socket, at the listening side: the other has not received the welcome, and
+//!   connects again, or it has died. The listening side calls it.
 //!
-//! The handshake is the one by which streams come back, in a new epoch with each attempt; over the new socket both
+//! The handshake is the one by which streams reconnect, with a new epoch for each attempt. Over the new socket both
 //! sides first report how many frames they have received ([`sent_frames`](super::sent_frames)).
 
 #[cfg(test)]
@@ -40,7 +41,7 @@ use crate::session::link::{Link, Sock};
 use crate::session::owner::{ConnectingSide, Joined, Joining, ListeningSide, Owner};
 use crate::session::peer::lost;
 
-/// It may be so every few seconds, and for every connection.
+/// This may happen every few seconds, and for every connection.
 static STAYS: Limiter = Limiter::new();
 
 impl Base {
@@ -66,7 +67,7 @@ impl Base {
             return false;
         }
         let now = Instant::now();
-        // Whatever ended it: what follows is the same.
+        // The next steps are the same, whatever ended the socket.
         let reset = io::ErrorKind::ConnectionReset.into();
         let end = if proves_little { &reset } else { end };
         let ended = Ended::default();
@@ -75,7 +76,7 @@ impl Base {
         let patience = match proves_little {
             // Nothing indicates that the peer is in trouble.
             true if is_unconfirmed => self.config().peer_timeout,
-            // A peer without any address for its process would be back by then.
+            // A peer whose process has no known address would have reconnected by then.
             true if paths == 0 => CUT_PATIENCE,
             true => self.config().reconnect_timeout,
             // Most of the time has passed.
@@ -130,7 +131,7 @@ impl Base {
         }
     }
 
-    /// No other socket can be had. Returns whether the connection continues with the one it has.
+    /// No other socket can be connected. Returns whether the connection continues with the current one.
     fn stays(&self, error: &Error) -> bool {
         let mut control = self.control();
         if control.sock.is_none() {
@@ -157,7 +158,7 @@ impl Base {
         (0..self.link.remote.len()).for_each(|pair| dialer::call(Arc::clone(&self.net), &caller, pair, since));
     }
 
-    /// As if the connecting side had started to connect.
+    /// Acts as if the connecting side had started to connect.
     #[cfg(test)]
     pub(super) fn is_to_dial(&self) {
         self.control().away = Some(Instant::now());

@@ -185,7 +185,7 @@ pub(crate) struct Talk {
 }
 
 impl Talk {
-    /// Nothing exchanged yet.
+    /// An exchange without messages.
     pub(crate) fn new(key: Secret) -> Self {
         Self { key, transcript: b"towline rdma 1".to_vec(), input: Vec::new(), is_short: false }
     }
@@ -193,7 +193,7 @@ impl Talk {
     /// Sends a record.
     ///
     /// # Errors
-    /// When the socket does not accept it, which an empty one always does.
+    /// When the socket does not accept it; an empty socket always does.
     pub(crate) fn write(&mut self, sock: &Sock, record: &Record) -> Result<()> {
         let bytes = self.seal(record);
         send_all(sock, &bytes)
@@ -244,8 +244,7 @@ impl Talk {
         Ok(record)
     }
 
-    /// Reads until `wanted` bytes are there and no further: what follows the last record belongs to the control
-    /// channel.
+    /// Reads until `wanted` bytes are there and no further: bytes after the last record belong to the control channel.
     fn fill(&mut self, sock: &Sock, wanted: usize) -> Result<bool> {
         match wire::fill(sock.as_raw_fd(), &mut self.input, wanted) {
             Ok(Filled::Ended) => {

@@ -1,24 +1,24 @@
 //! Recovery of a connection that loses a queue pair.
 //!
-//! A queue pair is lost when it reports that its peer does not answer or that it has failed, when its port goes down
-//! while another port of the connection is up, or when the other side reports its loss. Then it is unknown which of the
-//! last writes have arrived, and a packet that is still under way could place old bytes later, over new ones. So both
-//! sides first **end** their queue pair, after which their devices accept nothing from it any more:
+//! A queue pair is lost when it reports that its peer does not answer or that it has failed. It is also lost when its
+//! port goes down while another port of the connection is up, or when the other side reports its loss. Then it is
+//! unknown which of the last writes have arrived. A packet that is still under way could later place old bytes over new
+//! ones. So both sides first **end** their queue pair, after which their devices accept nothing from it any more:
 //!
 //! 1. The side that notices stops the queue pair (error state), takes its completions, and ends it (reset state; a separate thread destroys it,
 //!    which may take long). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has
 //!    acknowledged.
 //! 2. It reports that over the control channel ([`Type::Fenced`]), with the number of immediates that it has received. The other side does the
 //!    same when it receives this, unless it already has.
-//! 3. When both have, what is in doubt is resent over the remaining queue pairs: the sender's messages ([`ledger`](super::ledger)), the receiver's
-//!    CTS entries.
+//! 3. When both have, data in doubt is resent over the remaining queue pairs: the sender's messages
+//!    ([`ledger`](super::ledger)), the receiver's CTS entries.
 //!
-//! A lost queue pair is replaced when its port is up again: the sender offers one over the control channel
-//! ([`Type::QueuePair`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a
-//! while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
+//! A lost queue pair is replaced when its port is up again. The sender offers one over the control channel
+//! ([`Type::QueuePair`]), and the receiver answers with its own, or that it cannot now. In that case the sender tries again
+//! after a while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
 //! receiver is notified. When all queue pairs are lost at one time the connection waits for one of them, for
-//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified it has no room for work
-//! requests.
+//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified it has no room for
+//! work requests.
 //!
 //! A queue pair passes through the states of [`QpState`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
 //! ends the connection.
@@ -53,7 +53,7 @@ impl Base {
     /// Handles queue pairs in trouble, and the other side's messages about queue pairs; `answer` handles its offers.
     ///
     /// # Errors
-    /// When all queue pairs are lost and none comes back in time, or the other side does not answer, or the error of
+    /// When all queue pairs are lost and none is replaced in time, or the other side does not answer, or the error of
     /// `answer`.
     #[cold]
     pub(crate) fn tend(
@@ -129,13 +129,13 @@ impl Base {
                     (qp.state, qp.next_try) = (QpState::Lost, Some(now + wait));
                     gone.push((index, taken));
                 } else if now - since >= self.config().peer_timeout {
-                    // It may be stopped for a while; if it is gone, its socket shows that.
+                    // The peer's process may be stopped for a while; if it is gone, its socket shows that.
                     let what = "a queue pair was lost, and the peer does not say what it got from it";
                     return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
                 }
             }
             if qp.state == QpState::Returning && qp.next_try.is_some_and(|at| at <= now) {
-                // No answer, or no path yet. The receiver treats a later offer as the end of this one.
+                // There is no answer, or no path yet. The receiver treats a later offer as the end of this attempt.
                 self.end_pair(qp);
                 qp.try_again(now);
             }
@@ -153,21 +153,22 @@ impl Base {
             self.adapters[qp.adapter].forget(element);
         }
         let Some(pair) = qp.end() else { return };
-        // Otherwise only its destruction ends it.
+        // If the reset fails, only its destruction ends it.
         if pair.reset().is_ok() {
             self.ended().push(pair);
         }
     }
 
-    /// Destroys the queue pairs that have ended, in a separate thread: the kernel may wait in that call for a packet
-    /// which it cannot send, and NCCL's thread would wait with it. SoftRoCE's does so for three seconds when nothing
-    /// answers at the peer's address. That is rare, so there is no permanent thread for it.
+    /// Destroys the queue pairs that have ended, in a separate thread. In that call the kernel may wait for a packet
+    /// that it cannot send, and NCCL's thread would wait with it. SoftRoCE's driver waits for three seconds when
+    /// nothing answers at the peer's address. That is rare, so there is no permanent thread for it.
     fn destroy_ended(&self) {
         let ended = std::mem::take(&mut *self.ended());
         if ended.is_empty() {
             return;
         }
-        // If no thread can be created it is done here: the closure is dropped with what it holds.
+        // If no thread can be created they are destroyed here: the closure is dropped with the queue pairs that it
+        // holds.
         if let Err(error) = thread::spawn("towline-undo", move || drop(ended)) {
             tracing::debug!(target: NET, "no thread for ending queue pairs: {error}");
         }
@@ -222,8 +223,8 @@ impl Base {
         }
     }
 
-    /// The control thread, or the thread that it alarms: gives up queue pairs whose port or device is down, as long as
-    /// another one's is not, and those that an event names.
+    /// Called by the control thread, or by the thread that it alarms. Gives up queue pairs that an event names, and
+    /// those whose port or device is down, as long as another one's is not.
     pub(crate) fn check_paths(&self, fabric: &mut Fabric) {
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
@@ -340,7 +341,7 @@ impl Base {
 
 /// The other side has ended its end of a queue pair.
 fn peer_ended(qp: &mut Qp, epoch: u16, taken: u64) {
-    // Of a queue pair that both sides have already discarded.
+    // The report concerns a queue pair that both sides have already discarded.
     if qp.epoch != epoch || qp.state == QpState::Lost {
         return;
     }

@@ -1,11 +1,11 @@
-//! How long a queue pair is left out that is lost again and again soon after it has come back.
+//! How long to leave out a queue pair that is lost again and again soon after its return.
 //!
-//! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and what is posted on it a
-//! moment later falls silent: with NCCL's defaults a device retransmits only after four seconds. Each time the messages
-//! on it wait for two seconds until it is given up, so a connection that always took it back at once would carry next
-//! to nothing, although another queue pair works. So the pauses grow: the first losses cost half a second, like any, since a
-//! port that goes down twice in a minute may well stay up then; from the third relapse in a row on 2, 4, 8, 16 and then
-//! 30 seconds.
+//! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and the writes posted a moment
+//! later get no answer. With NCCL's defaults a device retransmits only after four seconds. Each time the messages on it wait
+//! for two seconds until it is given up. A connection that always used it again at once would carry next to nothing,
+//! although another queue pair works. So the pauses grow. The first losses cost half a second, like any, since a port that
+//! goes down twice in a minute may well stay up then. From the third relapse in a row on the pauses are 2, 4, 8, 16 and
+//! then 30 seconds.
 //!
 //! A queue pair that stayed for half a minute has recovered. When there is no other queue pair none of this applies.
 //!
@@ -28,7 +28,7 @@ pub(crate) struct Relapses {
     returned: Option<Instant>,
     in_a_row: u32,
     until: Option<Instant>,
-    /// For how long, if that was not reported yet.
+    /// The length of the pause, if that was not reported yet.
     unreported: Option<Duration>,
 }
 

@@ -1,18 +1,18 @@
 //! The sending side of a connection.
 //!
-//! The receiver writes a CTS entry for each part of a posted receive into the [`Ring`] of this side. A send that
-//! finds its entry starts in the same call: RDMA writes straight from NCCL's buffer into the receiver's, divided over
-//! the queue pairs, the last one of each queue pair with an immediate. A send without an entry waits in [`Matching`]. It is done
-//! when every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
+//! The receiver writes a CTS entry for each part of a posted receive into the [`Ring`] of this side. A send that finds its
+//! entry starts in the same call. RDMA writes straight from NCCL's buffer into the receiver's, divided over the queue pairs.
+//! The last write of each queue pair carries an immediate. A send without an entry waits in [`Matching`]. It is done when every
+//! write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
 //! A short message does not wait for an entry, as long as there is credit: it is copied into the [`Outbox`], written
-//! from there, and done (`short`). When sends have waited a while, this side requests the receiver to announce what it
-//! has posted: otherwise it does not announce receives that only short messages fit.
+//! from there, and done (`short`). When sends have waited a while, this side requests the receiver to announce its
+//! posted receives. Otherwise the receiver does not announce receives that only short messages fit.
 //!
-//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and
-//! where each fills its receive, one immediate and one completion (a run).
+//! Short parts of a group are held back until the last one is posted, or `test` is called. One doorbell then serves
+//! all. Where each part fills its receive, one immediate and one completion serve all, too (a run).
 //!
-//! When a queue pair is lost while others work, what is in doubt is resent over those ([`recovery`](super::recovery)).
+//! When a queue pair is lost while others work, data in doubt is resent over those ([`recovery`](super::recovery)).
 
 mod job;
 mod recovery;
@@ -46,8 +46,8 @@ use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
 use crate::session::silences::{CLOSE_PATIENCE, CLOSE_RECOVERY};
 
-/// Queue depth of a sending queue pair: a message takes one request on each of its queue pairs, two when its immediate is separate,
-/// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
+/// Queue depth of a sending queue pair. A message takes one request on each of its queue pairs, or two when its immediate is
+/// separate. As many messages as there are request slots may be outstanding. When there is less room the rest waits.
 pub(crate) const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
 /// Bytes that may be inline in a request, for the shortest messages, if the device accepts that many: it saves the
@@ -59,8 +59,8 @@ const INLINE: u32 = 512;
 const SIZE: u32 = 8;
 
 /// The longest share in bytes that is held back until the other parts of its group are posted, so that one doorbell
-/// notifies the device of all: a longer one should begin at once. Testing a send releases what is held back, and
-/// nothing waits for a part alone, since a group is received as a whole.
+/// notifies the device of all. A longer one should begin at once. Testing a send releases the shares that are held
+/// back, and nothing waits for a part alone, since a group is received as a whole.
 const HELD_MAX: u64 = 16 << 10;
 
 /// How long a close waits when earlier closes towards the peer process have used that up: another path may still deliver.
@@ -118,7 +118,7 @@ pub(crate) struct Stores {
 }
 
 impl Stores {
-    /// For a connection to that target.
+    /// The stores for a connection to that target.
     ///
     /// # Errors
     /// When memory cannot be pinned.
@@ -242,8 +242,8 @@ const EAGER: u64 = 1 << 62;
 /// The write tests a new queue pair.
 const PROBE: u64 = 1 << 61;
 
-/// The content of a work request's id: which message, on which queue pair, how many entries of the work queue its completion frees,
-/// and whether it is the last one of a share.
+/// The content of a work request's id: message, queue pair, how many entries of the work queue its completion frees, and
+/// whether it is the last one of a share.
 #[inline]
 fn work_id(key: usize, qp: usize, entries: u32, is_last: bool) -> u64 {
     key as u64 | (qp as u64) << 16 | u64::from(entries) << 32 | if is_last { LAST } else { 0 }
@@ -371,7 +371,7 @@ impl RdmaSend {
         Ok(Some(ticket))
     }
 
-    /// Posts what can be sent of a new message.
+    /// Posts as much of a new message as can be sent.
     #[inline]
     fn begin(
         &self,
@@ -430,7 +430,7 @@ impl RdmaSend {
         }
     }
 
-    /// Takes CTS entries and completions, and posts what waited for them.
+    /// Takes CTS entries and completions, and posts the writes that waited for them.
     #[inline(always)]
     fn pump(&self, state: &mut State) -> Result<bool> {
         let mut moved = false;
@@ -573,7 +573,7 @@ impl RdmaSend {
             self.base.events.ready(message.slot, 0);
         }
         if count == 1 && !is_reported && !self.base.events.has_sink() {
-            // One write on one queue pair, as nearly always: nothing need be stored for it.
+            // One write on one queue pair, the usual case: no state is needed for it.
             let at = stripes.qp(shares.first_qp());
             let qp = fabric.qp(at);
             if jobs[at].is_empty() && qp.room() > 0 {

@@ -1,11 +1,11 @@
 //! The frames sent over the control channel, for the case that its socket must be replaced.
 //!
-//! A socket that falls silent loses what was under way. Both sides count the frames that they have received, report the
-//! count over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and resend the rest. Frames that are
-//! repeated anyway ([`Type::Query`](crate::session::frame::Type::Query)) do not count.
+//! A socket that falls silent loses the frames under way. Both sides count the frames that they have received, report
+//! the count over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and resend the rest. Frames that
+//! are repeated anyway ([`Type::Query`](crate::session::frame::Type::Query)) do not count.
 //!
-//! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or
-//! not.
+//! There are few such frames, a handful for each lost queue pair, so the last ones are kept whether they have arrived
+//! or not.
 //!
 //! Pure: no socket.
 

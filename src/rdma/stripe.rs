@@ -1,8 +1,8 @@
 //! How a message is divided over the queue pairs of a connection.
 //!
 //! The queue pairs of a connection are numbered so that neighbours are on different devices: queue pair l is on device l modulo the
-//! number of devices. A message uses either all queue pairs (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn;
-//! and of those no more than it has [`SHARE_MIN`] for, so that a short message is one write.
+//! number of devices. A message uses either all queue pairs (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn.
+//! Of those it uses no more than it has [`SHARE_MIN`] for, so that a short message is one write.
 //!
 //! Lost queue pairs are left out, as if they had never existed ([`Stripes::over`]).
 //!
@@ -12,8 +12,8 @@
 /// Shares start at multiples of this many bytes.
 pub(crate) const ALIGN: u64 = 128;
 
-/// A message is divided only so far that every share has this many bytes: below, the second work request costs more
-/// than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
+/// A message is divided only so far that every share has this many bytes. Below that, the second work request costs
+/// more than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
 const SHARE_MIN: u64 = 8 << 10;
 
 /// The most queue pairs of a connection: the largest count of shares in an immediate.

@@ -1,6 +1,6 @@
 //! What the kernel reports about RDMA devices in `/sys/class/infiniband`, and about modules that reach GPU memory.
 //!
-//! Nothing here fails: what the kernel does not report is `None` or false.
+//! Nothing here fails: data that the kernel does not report is `None` or false.
 
 use std::fs;
 use std::path::{Path, PathBuf};

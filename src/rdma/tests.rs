@@ -59,7 +59,7 @@ fn a_write_into_memory_of_another_protection_domain_fails_both_sides_and_writes_
     a_line_is_changed(|ends, target, _| {
         let domain = ProtectionDomain::new(&ends.receiving[0].open.context).expect("a domain");
         let access = Access { relaxed_ordering: false };
-        // The very same memory, and a key that the device knows.
+        // The same memory, and a key that the device knows.
         let made = MemoryRegion::new(&domain, target.as_ptr() as usize, target.len(), access, None).expect("pinned");
         region.insert(made).remote_key()
     });
@@ -167,7 +167,7 @@ fn a_queue_that_is_reported_failed_fails_its_connection_and_no_other() {
     }
 }
 
-/// Both ends count the bytes of a message, so that what is under way can be told from what has arrived.
+/// Both ends count the bytes of a message, so that bytes under way can be distinguished from those that have arrived.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_short_message_that_comes_before_its_receive_is_counted_at_once_and_once() {
@@ -192,7 +192,7 @@ fn a_short_message_that_comes_before_its_receive_is_counted_at_once_and_once() {
     ends.close();
 }
 
-/// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested: with
+/// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested. With
 /// queues of a few entries everything waits, and everything arrives.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
@@ -228,7 +228,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
             }
         }
         for number in 0..256 {
-            // A message differs from the next one by where it starts.
+            // Messages differ by their start offset.
             let address = source[number * 31 % 15_000..].as_ptr() as u64;
             // SAFETY: the source outlives the connection.
             let sent = unsafe { ends.send.isend(address, size(number) as u64, (number % 8) as i32, None, null_mut()) };
@@ -260,8 +260,8 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
     }
 }
 
-/// Parts that fill their receives and others, sent in any order, with or without tests of the sends in between: what is
-/// held back, and what one immediate covers, is correct.
+/// Parts that fill their receives and others, sent in any order, with or without tests of the sends in between. Checks
+/// which parts are held back, and which one immediate covers.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill() {
@@ -314,8 +314,8 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
     }
 }
 
-/// Everything that can be in the queues of all queue pairs is posted, and nothing is polled until all of it has completed:
-/// the completion queues have an entry for each.
+/// Fills the queues of all queue pairs, and polls only when all requests have completed. The completion queues have an
+/// entry for each.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {

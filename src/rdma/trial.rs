@@ -1,4 +1,4 @@
-//! Tests whether this host allows connections: a device may offer a port on which it makes no reliable connections, and
+//! Tests whether this host allows connections. A device may offer a port on which it makes no reliable connections, and
 //! a limit on locked memory may prevent the registration of NCCL's buffers. When the first connection is made it is too
 //! late to use TCP.
 
@@ -35,7 +35,7 @@ pub(crate) fn connectable(context: &Context, port: u8) -> Result<()> {
     })
 }
 
-/// Checks that the limit on locked memory is high enough, or does not apply to this process, as with `CAP_IPC_LOCK`.
+/// Checks that the limit on locked memory is high enough, or does not apply to this process (`CAP_IPC_LOCK`).
 ///
 /// # Errors
 /// When it is too low.

@@ -57,8 +57,8 @@ pub(crate) fn explain(
     Error::new(cause, what).with_hint(usual)
 }
 
-/// Whether the failure may be that of the work request's path, so that another path may work; the others are mistakes
-/// that would be repeated.
+/// Whether the path of the work request may have failed, so that another path may work. Other failures are mistakes
+/// that would occur again.
 pub(crate) fn is_path_failure(code: u32) -> bool {
     !matches!(
         code,

@@ -132,11 +132,11 @@ fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
     assert_eq!(speed(&bonded), 1_600_000);
 }
 
-/// A host as it is laid out in sysfs: `(device, port, path below /sys/devices, rate)`, in libibverbs's order, which is that
-/// of the names.
+/// A host as laid out in sysfs: `(device, port, path below /sys/devices, rate)`, in libibverbs's order, that is sorted by
+/// name.
 type Tree<'a> = &'a [(&'a str, u8, &'a str, &'a str)];
 
-/// What discovery finds on such a host, and what NCCL sees: each port's name, its card, and its port of the card.
+/// The result of discovery on such a host, as NCCL gets it: each port's name, its card, and its port of the card.
 fn shown(tree: Tree<'_>, wish: &Wish) -> Vec<(String, String, i32)> {
     let root = tempfile::tempdir().expect("a directory");
     for (device, number, path, rate) in tree {
@@ -197,7 +197,7 @@ fn the_cards_of_a_dgx_h100_are_numbered_by_their_place_on_the_bus() {
         ("mlx5_11", "0000:dc:00.0", 1),
     ];
     assert_eq!(shown(tree, &Wish { filter, ..wish() }), rows(&expected));
-    // Without the choice the storage card's two functions are one card with two ports.
+    // Without `NCCL_IB_HCA` the storage card's two functions are one card with two ports.
     let all = shown(tree, &wish());
     assert_eq!(all.len(), 10);
     assert_eq!(all[1..3], rows(&[("mlx5_1", "0000:29:00.0", 1), ("mlx5_2", "0000:29:00.0", 2)]));
@@ -230,7 +230,7 @@ fn a_bond_is_one_device() {
     assert_eq!(shown(tree, &wish()), rows(&expected));
 }
 
-/// A pod sees the virtual functions that it was given, and not their card: NCCL is shown the card's place on the bus, or
+/// A pod sees the virtual functions that it was given, and not their card: NCCL gets the card's place on the bus, or
 /// each function's own.
 #[test]
 fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_apart() {
@@ -243,7 +243,7 @@ fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_a
     assert_eq!(shown(tree, &apart), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:01.0", 1)]));
 }
 
-/// With data direct a card has a second function on the GPU's own bus, which is no device of its own: the card is one device,
+/// With data direct a card has a second function on the GPU's own bus, which is no device of its own. The card is one device,
 /// at the place of its first function. (Towline does not use the second one.)
 #[test]
 fn a_data_direct_card_is_one_device_at_its_first_function() {

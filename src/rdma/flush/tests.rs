@@ -123,10 +123,10 @@ fn a_port_that_is_lost_is_not_waited_for() {
     flush.break_port(0);
     flush_byte(&mut flush, &around, (2, &memory), address);
     assert_eq!(read(&flush), None, "it cannot");
-    // The next one has a fresh queue pair.
+    // The next flush has a fresh queue pair.
     flush_byte(&mut flush, &around, (3, &memory), address);
     assert_eq!(read(&flush), Some(7));
-    // It goes down while a flush waits for it; whether that has been done by then is open.
+    // The port goes down while a flush waits for it. The flush may or may not have finished by then.
     let mut done = 0;
     flush.start((4, 1), (address, Arc::clone(&memory)), &around, |_| done += 1).expect("started");
     adapters[0].set_port_down(true);

@@ -65,7 +65,7 @@ fn equal_registrations_at_the_same_time_make_one_region() {
         drop(leases);
     });
     assert_eq!(cache.regions(), 0);
-    // The widest one may come last: then each narrower one had to be made. But none is made twice.
+    // The widest one may be requested last: then each narrower one had to be made. But none is made twice.
     let again = AtomicUsize::new(0);
     let start = Barrier::new(THREADS);
     thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! The receiver's part in recovering from a lost queue pair: its CTS entries go over another, and a new queue pair is
-//! made when the sender offers one.
+//! The receiver's part in recovering from a lost queue pair: it writes its CTS entries over another one, and makes a
+//! new queue pair when the sender offers one.
 
 use std::time::{Duration, Instant};
 
@@ -90,13 +90,13 @@ impl RdmaRecv {
         fabric.abandon(qp, epoch);
     }
 
-    /// The sender has a replacement for a queue pair that was lost: makes one too, and has it connected. Returns whether
-    /// that can be done now.
+    /// The sender has a replacement for a queue pair that was lost. Makes one too, and starts to connect it. Returns
+    /// whether that can be done now.
     #[cold]
     fn take_qp(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &QpRecord) -> Result<bool> {
         let qp = fabric.qp(index);
         if qp.is_returning() {
-            // The sender has given up what it offered before.
+            // The sender has given up its previous offer.
             self.base.end_pair(qp);
             qp.give_up(Instant::now());
         } else if !qp.is_lost() {
@@ -113,8 +113,8 @@ impl RdmaRecv {
         Ok(true)
     }
 
-    /// Checks with the device whether the last CTS entries have arrived: a sender that has lost them does not ask for
-    /// them.
+    /// Checks with the device whether the last CTS entries have arrived: a sender that has lost them does not request
+    /// them again.
     fn make_sure(&self, state: &mut State) -> Result<()> {
         if !state.is_unsure() {
             return Ok(());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::rdma::harness::{Ends, Plan, end_of, sock, until};
 
-/// A connection whose ends expect the other's process to listen there.
+/// A connection whose ends expect the other's process to listen at this address.
 fn connect(listener: &TcpListener) -> Ends {
     Ends::connect(&Plan { addresses: vec![listener.local_addr().expect("it listens")], ..Plan::default() })
 }
@@ -16,7 +16,7 @@ fn listener() -> TcpListener {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port")
 }
 
-/// A firewall may refuse the new connection while the old socket recovers; and the listening side may have started to
+/// A firewall may refuse the new connection while the old socket recovers. Or the listening side may have started to
 /// use a new socket and ended the old one, without the connecting side having been notified.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
@@ -57,7 +57,7 @@ fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_on
     let target = [0; 100];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
-    // Otherwise it would believe the end of the old socket, and its queue pairs report it.
+    // Otherwise it would accept the end of the old socket as proof, and its queue pairs would report it.
     ends.send.base().is_to_dial();
     let (near, far) = UnixStream::pair().expect("sockets");
     ends.recv.base().resume(1, sock(far)).expect("watched");

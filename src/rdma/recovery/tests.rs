@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// The data to send: messages differ by where they start.
+/// The data to send: messages differ by their start offset.
 fn source() -> Vec<u8> {
     (0..400_000_u32).map(|place| (place.wrapping_mul(0x9e37_79b9) >> 23) as u8).collect()
 }
@@ -30,7 +30,7 @@ fn source() -> Vec<u8> {
 /// A receive of one message or of a group.
 struct Wanted {
     ticket: Ticket,
-    /// Where each message starts in the source, and where it goes.
+    /// The start of each message in the source, and its target memory.
     parts: Vec<(usize, Vec<u8>)>,
 }
 
@@ -90,8 +90,8 @@ fn break_one(fabric: &Fabric, dice: &mut Dice) {
     }
 }
 
-/// The other side of a broken queue pair notices when nothing answers: 67 ms, three times. SoftRoCE treats seven as
-/// "for ever".
+/// The other side of a broken queue pair notices when nothing answers three times, for 67 ms each. SoftRoCE treats a
+/// count of seven as "for ever".
 const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
 
 /// In addition, the end of a message is a separate write.
@@ -137,7 +137,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
             // All at one time.
             ends.send.with_fabric(|fabric| fabric.living().for_each(|qp| fabric.qps()[qp].break_pair()));
         }
-        // A broken queue pair that was not used since is not noticed.
+        // The loss of a queue pair that was not used since is not noticed.
         traffic(&ends, &mut dice, 30, |_, _| ());
         all_are_back(&ends);
         traffic(&ends, &mut dice, 30, |_, _| ());
@@ -172,7 +172,7 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
     let first: Vec<Duration> = (0..3).map(|_| break_first(&two, &mut dice)).collect();
     let fourth = break_first(&two, &mut dice);
     println!("out for {first:?}, then {fourth:?}");
-    // Two seconds instead of half a one, and what a busy machine adds to either.
+    // Two seconds instead of half a second, plus the delay of a busy machine in both cases.
     let usual = *first.iter().min().expect("three");
     assert!(
         fourth > Duration::from_millis(1800) && fourth > usual + Duration::from_millis(1200),
@@ -188,8 +188,8 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
     }
 }
 
-/// Sockets of the control channel that fall silent with everything under way, and others that only the listening side
-/// ever saw connected, while queue pairs fail and the two ends must communicate.
+/// Sockets of the control channel fall silent with everything under way, and others were seen connected only by the
+/// listening side. Meanwhile queue pairs fail and the two ends must communicate.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_control_channel_may_be_replaced_at_any_moment() {
@@ -247,7 +247,7 @@ fn a_queue_pair_that_is_reported_failed_is_done_without() {
     ends.close();
 }
 
-/// Sends and receives do not wait until the control thread polls: NCCL's thread holds the connection's lock nearly
+/// Sends and receives do not wait for the control thread's poll: NCCL's thread holds the connection's lock nearly
 /// always.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
@@ -269,8 +269,8 @@ fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
     ends.close();
 }
 
-/// With all lost at one time the connection waits for one, but not for ever: then it ends on both sides, with the
-/// reason.
+/// When all queue pairs are lost at one time the connection waits for one, but not for ever. Then it ends on both
+/// sides, with the reason.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn when_no_queue_pair_comes_back_the_connection_ends() {
@@ -294,7 +294,7 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     ends.close();
 }
 
-/// Without recovery the first one does.
+/// Without recovery the first loss ends the connection.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_recovery_the_first_queue_pair_ends_the_connection() {

@@ -1,5 +1,5 @@
-//! Shares of messages that wait for room, and the last step before the device: what is held back, and which writes one
-//! immediate covers.
+//! Shares of messages that wait for room, and the last step before the device: which writes are held back, and which
+//! writes one immediate covers.
 
 use super::Message;
 use crate::engine::request::MAX_PARTS;
@@ -79,7 +79,7 @@ pub(super) fn hand_over(
                 run.count = 0;
             }
         } else if *holds && end.fills && qp.held() >= run.count && run.is_followed_by(end.qp, end.cts) {
-            // From here on the earlier ones end with this one.
+            // From now on the earlier ones end with this one.
             let answer = Immediate::decode(write.immediate.unwrap_or(0));
             let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..answer };
             qp.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
@@ -99,8 +99,8 @@ pub(super) fn hand_over(
     Ok(())
 }
 
-/// The last writes that a queue pair holds back, if one immediate can cover all of them: each is a whole message that fills
-/// its receive, and their CTS entries follow each other.
+/// The last writes that a queue pair holds back, if one immediate can cover all of them. Each must be a whole message that
+/// fills its receive, and their CTS entries must follow each other.
 #[derive(Debug, Default)]
 pub(super) struct Run {
     pub(super) qp: usize,

@@ -1,4 +1,4 @@
-//! The sender's part in recovering from a lost queue pair: what is in doubt is resent over others.
+//! The sender's part in recovering from a lost queue pair: data in doubt is resent over other queue pairs.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -24,8 +24,8 @@ pub(super) struct Orphan {
 }
 
 impl RdmaSend {
-    /// See [`Direction::care`](crate::rdma::connection::Direction::care): it owes short messages that their queue pair may
-    /// lose, or a queue pair is in trouble.
+    /// See [`Direction::care`](crate::rdma::connection::Direction::care): this side owes short messages that their queue
+    /// pair may lose, or a queue pair is in trouble.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
         let Some(mut state) = self.try_state() else {
             self.base.alarm.raise();
@@ -105,7 +105,8 @@ impl RdmaSend {
         qp.is_tried();
     }
 
-    /// Both ends of a queue pair have ended: what the receiver has received is done, and the rest goes over other queue pairs.
+    /// Both ends of a queue pair have ended. Writes that the receiver has received are done, and the rest goes over other
+    /// queue pairs.
     #[cold]
     fn settle(&self, state: &mut State, qp: usize, taken: Taken) -> Result<()> {
         let State { ledger: Some(ledger), messages, outbox, orphans, .. } = state else { return Ok(()) };
@@ -155,7 +156,7 @@ impl RdmaSend {
         else {
             return Ok(());
         };
-        // With those that waited for room on a lost one, and start again elsewhere.
+        // Includes shares that waited for room on a lost queue pair, and start again on another one.
         for (waiting, _) in jobs.iter_mut().zip(fabric.qps()).filter(|(_, qp)| qp.is_lost()) {
             orphans.extend(waiting.drain(..).map(|job| Orphan { key: job.key, share: job.share }));
         }
@@ -169,7 +170,8 @@ impl RdmaSend {
             let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
             let Answer { cts, immediate, is_reported } = answer;
             let share = Share { qp: *to, ..share };
-            // Alone: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
+            // Each is sent alone: nothing is held back for it. Each carries the size, so that the size arrives
+            // whichever share is the last.
             let cts = CtsEntry { has_more: false, ..cts };
             let key_there = cts.keys[fabric.qp(*to).peer_port];
             let job = Job::new(key, share, &cts, key_there, immediate, is_reported);

@@ -31,8 +31,8 @@ pub(super) struct Short {
     pub(super) slot: u16,
 }
 
-/// Host memory that short messages were sent from, registered for these adapters: what a further send needs to know
-/// about it, beside whether it is still registered. Only the last few: NCCL normally has one for each protocol.
+/// Host memory that short messages were sent from, registered for these adapters: the data that a further send needs
+/// about it, except whether it is still registered. Only the last few: NCCL normally has one for each protocol.
 #[derive(Debug, Default)]
 pub(super) struct Known([Range; 4]);
 
@@ -45,7 +45,8 @@ struct Range {
 }
 
 impl Known {
-    /// Remembers it, in place of the oldest one. The caller has checked that short messages may be sent from it.
+    /// Remembers this memory in place of the oldest one. The caller has checked that short messages may be sent from
+    /// it.
     pub(super) fn add(&mut self, handle: usize, memory: &Arc<Registration>) {
         if self.0.iter().all(|range| range.handle != handle) {
             let (start, end) = memory.range();
@@ -85,7 +86,8 @@ impl RdmaSend {
         if !is_well || length > EAGER_MAX || !state.known.covers(handle, address, length) {
             return Ok(None);
         }
-        // Only the bytes are needed, now, and they are the caller's: ending the registration meanwhile does no harm.
+        // Only the bytes are needed, now, and they belong to the caller: ending the registration meanwhile does no
+        // harm.
         if !registered.is_current(handle) || state.has_cts() || !state.may_go_eagerly() {
             return Ok(None);
         }

@@ -133,7 +133,7 @@ impl CompletionQueue {
         &self.0.context
     }
 
-    /// By which asynchronous events name it.
+    /// The address by which asynchronous events identify it.
     pub(crate) fn element(&self) -> u64 {
         self.raw() as u64
     }

@@ -111,7 +111,7 @@ struct Inner {
     raw: Registered<RawContext>,
 }
 
-/// A descriptor that something else closes.
+/// A descriptor that another owner closes.
 struct Descriptor(RawFd);
 
 impl AsRawFd for Descriptor {
@@ -161,7 +161,7 @@ pub(crate) fn open_devices(verbs: &'static Verbs) -> Result<Vec<Context>> {
     });
     let list = match listed {
         Ok(list) => list.as_ptr(),
-        // A kernel without RDMA answers so; it simply has no devices.
+        // A kernel without RDMA returns this error; it has no devices.
         Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => return Ok(Vec::new()),
         Err(error) => return Err(Error::system("listing RDMA devices", &error)),
     };
@@ -351,7 +351,7 @@ impl Context {
         let mut event = RawAsyncEvent { element: 0, kind: 0 };
         // SAFETY: an open context, and room for the answer.
         while unsafe { (self.0.verbs.get_async_event)(self.raw(), &raw mut event) } != 0 {
-            // No thread would look again for an event that was there before the interruption.
+            // No thread would query again for an event that was there before the interruption.
             if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return None;
             }

@@ -11,7 +11,7 @@
 //! Posting work is `unsafe`: the memory of a work request must stay registered and in place until its completion was
 //! polled or its queue pair is gone.
 //!
-//! This module must not know what is sent, nor what a connection is.
+//! This module must not depend on what is sent, nor on what a connection is.
 
 mod completion;
 mod context;

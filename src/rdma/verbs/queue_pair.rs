@@ -82,7 +82,7 @@ impl Timeouts {
     }
 }
 
-/// What the two drivers agree on beyond the standard (enhanced connection establishment).
+/// Options beyond the standard on which the two drivers agree (enhanced connection establishment).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Ece {
     /// The vendor of these options.
@@ -346,7 +346,7 @@ impl QueuePair {
         // SAFETY: the queue pair lives as long as this, the options live through the call.
         match unsafe { set(self.raw.as_ptr(), &raw mut raw) } {
             0 => Ok(true),
-            // The error of a driver without them: the peer's is another one.
+            // A driver without such options returns this error: the peer has a different driver.
             status if status.saturating_abs() == libc::EOPNOTSUPP => Ok(false),
             status => Err(status_error(self.device(), "taking over the peer's ECE options", status)),
         }
@@ -358,9 +358,8 @@ impl QueuePair {
     /// # Errors
     /// When the queue is full or broken.
     ///
-    /// # Safety
-    /// The local memory of each request must stay registered and must not be used otherwise until the request's
-    /// completion, or that of a later one of this queue pair, was polled, or the queue pair was dropped.
+    /// The local memory of each request must stay registered and must not be used otherwise. This holds until the
+    /// completion of the request, or of a later one of this queue pair, was polled, or the queue pair was dropped.
     #[inline]
     pub(crate) unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, Error)> {
         let mut chain = Chain::new();
@@ -401,7 +400,7 @@ impl QueuePair {
         self.is_full("posting a work request", status)
     }
 
-    /// Here, lack of memory is the device's own, not that of a limit.
+    /// Here, lack of memory concerns the device, not a limit.
     fn is_full(&self, doing: &str, status: i32) -> Error {
         status_error(self.device(), doing, status).with_hint("look at the kernel's log and at the driver")
     }
