@@ -1,8 +1,9 @@
-//! CUDA's driver, as far as memory in a GPU is copied: opened at run time, so that nothing depends on it.
+//! The functions of CUDA's driver that copy memory in a GPU. The driver is opened at run time, so nothing depends on
+//! it.
 //!
 //! Names, types and numbers are those of NVIDIA's documentation of the CUDA driver API. Nothing here waits for a kernel, and
-//! nothing here is one: a stream is of the kind that runs beside all others, and of the greatest priority; events are asked,
-//! never waited for; copies between a GPU and page-locked memory are its copy engines' work.
+//! nothing here is one. The stream has the kind that runs beside all others, and the greatest priority. Events are queried,
+//! never waited for. The GPU's copy engines copy between a GPU and page-locked memory.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -81,7 +82,7 @@ driver! {
     write_value: "cuStreamWriteValue64_v2" fn(*mut c_void, u64, u64, c_uint);
 }
 
-/// A context of the driver: what a GPU's memory, streams and events belong to. The application owns it.
+/// A context of the driver, to which a GPU's memory, streams and events belong. The application owns it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Context(*mut c_void);
 
@@ -141,8 +142,8 @@ impl Driver {
             .with_hint("look for an earlier error of the application's own CUDA calls, and in dmesg for Xid"))
     }
 
-    /// The context that memory belongs to. Memory that is mapped into an address range, as NCCL's, belongs to none: there it
-    /// is the primary one of its GPU.
+    /// The context that memory belongs to. Memory that is mapped into an address range, such as NCCL's, belongs to no
+    /// context. For such memory this returns the primary context of its GPU.
     ///
     /// # Errors
     /// When it is not CUDA's memory.
@@ -162,8 +163,8 @@ impl Driver {
         self.primary_context(ordinal)
     }
 
-    /// The primary context of a GPU. The application, whose memory is in it, keeps it; after `cudaDeviceReset` it is another one,
-    /// so none is remembered.
+    /// The primary context of a GPU. The application, whose memory is in it, retains it. After `cudaDeviceReset` it is another
+    /// context, so none is remembered.
     fn primary_context(&self, ordinal: c_int) -> Result<Context> {
         let (mut context, mut device): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer.
@@ -175,7 +176,8 @@ impl Driver {
         Ok(Context(context))
     }
 
-    /// Calls `inside` with this context, and so that it is no part of a graph that is being captured. Then all is as before.
+    /// Calls `inside` with this context, and outside of any graph that is being captured. Afterwards the previous state is
+    /// restored.
     ///
     /// # Errors
     /// Those of `inside`, and when the context is gone.
@@ -195,9 +197,10 @@ impl Driver {
         outcome
     }
 
-    /// A stream of its own, and so many events. Streams share the GPU's hardware queues, and a stream that waits holds up its
-    /// queue. So this one has the greatest priority, which has queues of its own (but see `Process::offers_one_sided`): else a
-    /// stream of the application that waits for a signal could hold up the copy that brings it.
+    /// Makes a stream of its own, and `events` events. Streams share the GPU's hardware queues, and a stream that waits holds
+    /// up its queue. So this stream has the greatest priority, which has queues of its own (but see
+    /// `Process::offers_one_sided`). Otherwise a stream of the application that waits for a signal could hold up the copy
+    /// that brings it.
     ///
     /// # Errors
     /// The driver's.
@@ -224,7 +227,7 @@ impl Driver {
         })
     }
 
-    /// Ends what `stream` gave.
+    /// Ends the stream and events that `stream` returned.
     pub(crate) fn end_stream(&self, context: Context, stream: &Object, events: &[Object]) {
         let _ = self.within(context, || {
             for event in events {
@@ -236,14 +239,15 @@ impl Driver {
         });
     }
 
-    /// Whether a stream that takes nothing more does nothing more. A context that has failed, or is gone, does nothing.
+    /// Whether a stream to which no more work is appended has finished. A context that has failed, or is gone, does
+    /// nothing.
     pub(crate) fn is_idle(&self, context: Context, stream: &Object) -> bool {
         // SAFETY: a stream of this driver.
         let asked = self.within(context, || Ok(unsafe { (self.stream_query)(stream.0) } != NOT_READY));
         asked.unwrap_or(true)
     }
 
-    /// So many bytes of host memory that all GPUs reach.
+    /// `size` bytes of host memory that all GPUs reach.
     ///
     /// # Errors
     /// The driver's.
@@ -257,7 +261,7 @@ impl Driver {
         })
     }
 
-    /// Frees what `host_memory` gave.
+    /// Frees memory that `host_memory` returned.
     pub(crate) fn free_host_memory(&self, context: Context, memory: usize) {
         let _ = self.within(context, || {
             // SAFETY: of this driver, and used no more by its owner.
@@ -273,7 +277,7 @@ impl Driver {
     /// The driver's.
     ///
     /// # Safety
-    /// Both places are that long, and valid until the event has happened.
+    /// Both places have `size` bytes, and are valid until the event has happened.
     pub(crate) unsafe fn copy(
         &self,
         (context, stream, event): (Context, &Object, &Object),
@@ -289,7 +293,7 @@ impl Driver {
         })
     }
 
-    /// Appends the writing of a number to a stream, behind all that is before it, and an event behind it.
+    /// Appends the write of a number to a stream, after all earlier work, and an event behind it.
     ///
     /// # Errors
     /// The driver's.

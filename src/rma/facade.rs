@@ -1,7 +1,7 @@
-//! The door between NCCL's one-sided interface (`abi::rma`) and the room: one typed function for each thing NCCL can ask for.
+//! The interface between NCCL's one-sided calls (`abi::rma`) and this room: one typed function for each call.
 //!
-//! As in [`crate::plugin::facade`], ids are numbers that are never followed. A registration's and a request's belong to their
-//! group, and are below 2^63, which NCCL asks of registrations.
+//! As in [`crate::plugin::facade`], ids are numbers that are never followed. The ids of registrations and requests belong to
+//! their group, and are below 2^63, as NCCL requires for registrations.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,21 +20,21 @@ use crate::plugin::facade;
 /// One side of an operation, as NCCL names it: a registration (0 for none) and a place in it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct At {
-    /// What `register` gave on this rank.
+    /// The id that `register` returned on this rank.
     pub mr: usize,
     /// The place in it.
     pub offset: u64,
 }
 
-/// Makes a context for a communicator's one-sided operations, or says why Towline declines. NCCL (2.30.7, `plugin/rma.cc`)
-/// disables a library that declines for all communicators of the process, and does not even end what they have begun. So once
-/// one has begun, none is declined.
+/// Makes a context for a communicator's one-sided operations, or returns the reason why Towline declines. NCCL (2.30.7,
+/// `plugin/rma.cc`) disables a library that declines for all communicators of the process, and does not even end those that
+/// have begun. So once one has begun, none is declined.
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
 pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
-    // Held until the count has changed: another thread must not end the last communicator meanwhile, nor decline because it
-    // sees none.
+    // Held until the count has changed: meanwhile another thread must not end the last communicator, nor decline because
+    // the count is zero.
     let mut begun = state().begun();
     let traffic_class = match facade::offers_one_sided(comm) {
         Ok(class) => class,
@@ -58,8 +58,8 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
     Ok(Ok(ctx))
 }
 
-/// Ends the context that `init` gave, and closes what NCCL has left open: when the set-up of a group fails, NCCL closes nothing
-/// (2.30.7, `rma_proxy.cc`, `ncclRmaProxyConnectOnce`).
+/// Ends the context that `init` returned, and closes the objects that NCCL has left open: when the set-up of a group fails,
+/// NCCL closes nothing (2.30.7, `rma_proxy.cc`, `ncclRmaProxyConnectOnce`).
 ///
 /// # Errors
 /// When there is no such context.
@@ -75,16 +75,16 @@ pub(crate) fn finalize(ctx: usize) -> Result<()> {
     Ok(())
 }
 
-/// Begins to listen; gives the handle that NCCL carries to all ranks, and the listener's id.
+/// Begins to listen. Returns the handle that NCCL carries to all ranks, and the listener's id.
 ///
 /// # Errors
-/// As the network's.
+/// The network's errors.
 pub(crate) fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
     let (handle, listener) = facade::listen(Some(ctx), dev)?;
     Ok((handle, insert(ctx, Object::Listener { ctx, dev, listener })?))
 }
 
-/// Connects all ranks, whose handles these are, and gives the group's id. It waits for them.
+/// Connects all ranks, whose handles these are, and returns the group's id. Waits for the ranks.
 ///
 /// # Errors
 /// When the ranks are not all connected in time.
@@ -100,7 +100,7 @@ pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Res
     insert(ctx, Object::Group { ctx, group: Arc::new(group) })
 }
 
-/// Keeps an object that NCCL must close before it ends `ctx`, and gives its id.
+/// Keeps an object that NCCL must close before it ends `ctx`, and returns its id.
 fn insert(ctx: usize, object: Object) -> Result<usize> {
     let id = state().objects.insert(Arc::new(object))?.encode();
     state().open(ctx, id);
@@ -142,7 +142,7 @@ pub(crate) fn destroy_context(context: usize) -> Result<()> {
     Ok(())
 }
 
-/// Registers memory of kind `NCCL_PTR_*`. `only_ours`: nothing else writes its signals, which are 0 at first.
+/// Registers memory of kind `NCCL_PTR_*`. `only_ours`: only Towline writes its signals, which are 0 at first.
 ///
 /// # Errors
 /// When there is no such group, or it cannot reach such memory.
@@ -162,12 +162,12 @@ fn number(mr: usize) -> Result<u32> {
     u32::try_from(mr).map_err(|_| Error::argument("the registration is not one of ours"))
 }
 
-/// A place, with nothing in it where there is no registration.
+/// A place; it is empty where there is no registration.
 fn place(at: At, size: usize) -> Result<Place> {
     Ok(Place { region: number(at.mr)?, offset: at.offset, size: size as u64 })
 }
 
-/// Begins a put, with a signal behind it where there is one (its place and what to add), and gives its request.
+/// Begins a put, with a signal behind it where there is one (its place and its value), and returns its request.
 ///
 /// # Errors
 /// When there is no such context, rank or own memory.
@@ -188,7 +188,7 @@ pub(crate) fn put(
     state().contexts.with(context, |group| group.put(rank, from, to, signal)).map(|request| request as usize)
 }
 
-/// Begins a get and gives its request.
+/// Begins a get and returns its request.
 ///
 /// # Errors
 /// As [`put`].
@@ -213,7 +213,7 @@ pub(crate) fn has_failed(context: usize) -> Result<bool> {
     state().contexts.with(context, |group| Ok(group.failure().is_some()))
 }
 
-/// Closes a group. Requests under way end, and nothing of this library touches their memory afterwards.
+/// Closes a group. Requests under way end, and this library does not touch their memory afterwards.
 ///
 /// # Errors
 /// When there is no such group.

@@ -1,8 +1,8 @@
-//! A GPU whose memory is registered in a group: a stream of the group's own, in which copies happen one after the other, and
-//! the marks that tell how far it has come.
+//! A GPU whose memory is registered in a group. It has a stream of the group's own, in which copies happen one after the
+//! other, and marks that show how far the stream has come.
 //!
-//! The placer alone appends to the stream and asks how far it is. It allocates nothing and waits for nothing: stream, events and
-//! page-locked memory are made with the first registration of the GPU's memory.
+//! Only the placer appends to the stream and queries how far it is. The placer allocates nothing and never waits: stream,
+//! events and page-locked memory are made with the first registration of the GPU's memory.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -13,10 +13,11 @@ use super::staging::Staging;
 use super::wire::PIECE;
 use crate::os::error::{Error, Result};
 
-/// How many places of a stream can be told apart. With more operations under way, the last event stands for several of them.
+/// How many places of a stream can be distinguished. With more operations under way, the last event stands for several of
+/// them.
 const EVENTS: usize = 64;
 
-/// Bytes of a cell, so that what is behind it is aligned.
+/// Bytes of a cell, so that the memory behind it is aligned.
 const CELL: usize = 128;
 
 /// A GPU, as one group uses it.
@@ -24,9 +25,9 @@ pub(crate) struct Gpu {
     driver: &'static Driver,
     context: Context,
     stream: Object,
-    /// Between it and the connections.
+    /// The memory between the GPU and the connections.
     pub staging: Arc<Staging>,
-    /// Page-locked memory for one number, and behind it for a piece of what is copied within the GPU.
+    /// Page-locked memory for one number, and behind it for a piece of a copy within the GPU.
     cell: usize,
     progress: Mutex<Progress>,
 }
@@ -34,7 +35,7 @@ pub(crate) struct Gpu {
 #[derive(Default)]
 struct Progress {
     free: Vec<Object>,
-    /// The oldest first, each with the number of its mark.
+    /// Recorded events, the oldest first, each with the number of its mark.
     under_way: VecDeque<(u64, Object)>,
     /// The mark of what was appended last.
     latest: u64,
@@ -44,19 +45,19 @@ struct Progress {
     failure: Option<Error>,
 }
 
-/// A place in a GPU's stream: reached when all before it is done.
+/// A place in a GPU's stream. It is reached when all operations before it are done.
 #[derive(Clone)]
 pub(crate) struct Mark {
-    /// Whose stream.
+    /// The GPU of the stream.
     pub gpu: Arc<Gpu>,
     number: u64,
 }
 
 impl Mark {
-    /// Whether it was reached when the GPU was last asked.
+    /// Whether the mark was reached when the GPU was last queried.
     ///
     /// # Errors
-    /// When something in the stream has failed.
+    /// When an operation in the stream has failed.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let progress = self.gpu.progress();
         if self.number <= progress.reached {
@@ -65,7 +66,7 @@ impl Mark {
         progress.failure.clone().map_or(Ok(false), Err)
     }
 
-    /// Whether nothing before it is under way any more, done or failed.
+    /// Whether no operation before it is under way any more: all are done or have failed.
     pub(crate) fn is_over(&self) -> bool {
         let progress = self.gpu.progress();
         self.number <= progress.reached || progress.under_way.is_empty()
@@ -85,17 +86,17 @@ impl Gpu {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends what `call` appends, with the event that it gets behind it.
+    /// Appends the operation of `call`, with the given event behind it.
     fn append(self: &Arc<Self>, call: impl FnOnce((Context, &Object, &Object)) -> Result<()>) -> Result<Mark> {
         let mut progress = self.progress();
         if let Some(failure) = &progress.failure {
             return Err(failure.clone());
         }
-        // Where all events are in use, the last one is recorded anew: the mark before this one is reached late then.
+        // If all events are in use, the last one is recorded again: the mark before this one is then reached late.
         let event = progress.free.pop().or_else(|| progress.under_way.pop_back().map(|(_, event)| event));
         let Some(event) = event else { return Err(Error::internal("a GPU's stream has no events")) };
         let outcome = call((self.context, &self.stream, &event));
-        // Also where it fails: part of it may have been appended.
+        // Also when the call fails: part of it may have been appended.
         progress.latest += 1;
         let number = progress.latest;
         progress.under_way.push_back((number, event));
@@ -120,11 +121,11 @@ impl Gpu {
         self.append(|place| unsafe { self.driver.copy(place, to, from, size) })
     }
 
-    /// Appends copies from one place of this GPU's memory to another, by way of the host's. A copy that does not leave the GPU may
-    /// need one of its processors, and a kernel that waits for this very copy may hold them all.
+    /// Appends copies from one place of this GPU's memory to another, through host memory. A copy that does not leave the GPU
+    /// may need one of its processors, and a kernel that waits for this very copy may hold them all.
     ///
     /// # Errors
-    /// When the driver does not take them.
+    /// When the driver refuses.
     ///
     /// # Safety
     /// As [`Gpu::copy`].
@@ -132,7 +133,8 @@ impl Gpu {
         let (bounce, mut mark) = (self.cell + CELL, self.latest());
         for at in (0..size).step_by(PIECE) {
             let size = PIECE.min(size - at);
-            // SAFETY: this function's contract. The stream does one copy after the other, so the piece before has left.
+            // SAFETY: this function's contract. The stream does one copy after the other, so the previous piece has
+            // left the memory.
             mark = unsafe {
                 self.copy(bounce, from + at, size)?;
                 self.copy(to + at, bounce, size)?
@@ -141,7 +143,7 @@ impl Gpu {
         Ok(mark)
     }
 
-    /// Appends the writing of a signal's number, which is visible after all that is before it in the stream.
+    /// Appends the write of a signal's number, which becomes visible after all earlier operations of the stream.
     ///
     /// # Errors
     /// When the driver does not take it.
@@ -153,7 +155,7 @@ impl Gpu {
         self.append(|place| unsafe { self.driver.write(place, to, value) })
     }
 
-    /// Appends the reading of a signal's number, for [`Gpu::number_read`].
+    /// Appends the read of a signal's number, for [`Gpu::number_read`].
     ///
     /// # Errors
     /// When the driver does not take it.
@@ -165,7 +167,7 @@ impl Gpu {
         unsafe { self.copy(self.cell, from, 8) }
     }
 
-    /// What was read, once its mark is reached and before another number is read.
+    /// The number that was read. Valid once its mark is reached and before another number is read.
     pub(crate) fn number_read(&self) -> u64 {
         // SAFETY: 8 bytes, aligned as all page-locked memory, which nothing writes between two reads.
         unsafe { ptr::with_exposed_provenance::<u64>(self.cell).read_volatile() }
@@ -176,7 +178,7 @@ impl Gpu {
         Mark { gpu: Arc::clone(self), number: self.progress().latest }
     }
 
-    /// Asks how far it is. Gives whether it has come further.
+    /// Queries how far the stream is. Returns whether it has advanced.
     fn ask(&self) -> bool {
         let mut progress = self.progress();
         let mut moved = false;
@@ -199,7 +201,7 @@ impl Gpu {
                 }
             }
         }
-        // After a failure the events tell nothing: one may not stand behind the copy that it was meant for.
+        // After a failure the events prove nothing: an event may not be behind the copy for which it was meant.
         if progress.failure.is_some()
             && !progress.under_way.is_empty()
             && self.driver.is_idle(self.context, &self.stream)
@@ -221,7 +223,7 @@ impl Gpu {
 }
 
 impl Drop for Gpu {
-    /// Copies use the cell and the staging memory, which go behind this.
+    /// Copies use the cell and the staging memory, which are freed after this.
     fn drop(&mut self) {
         self.settle();
         let free = std::mem::take(&mut self.progress().free);
@@ -234,7 +236,7 @@ impl Drop for Gpu {
 #[derive(Default)]
 pub(crate) struct Gpus {
     known: Mutex<Vec<Arc<Gpu>>>,
-    /// Held while one is made, which may take milliseconds.
+    /// Held while a GPU's objects are made, which may take milliseconds.
     making: Mutex<()>,
 }
 
@@ -243,7 +245,7 @@ impl Gpus {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The GPU whose memory is at this address, in a group of so many ranks.
+    /// The GPU whose memory is at this address, in a group of `ranks` ranks.
     ///
     /// # Errors
     /// When there is no driver, or it has no such memory.
@@ -271,12 +273,12 @@ impl Gpus {
         Ok(gpu)
     }
 
-    /// Asks all how far they are. Gives whether one has come further.
+    /// Queries how far all streams are. Returns whether one has advanced.
     pub(crate) fn ask(&self) -> bool {
         self.known().iter().fold(false, |moved, gpu| gpu.ask() | moved)
     }
 
-    /// What was appended last to each.
+    /// The marks of the last appended operations, one for each GPU.
     pub(crate) fn latest(&self) -> Vec<Mark> {
         self.known().iter().map(Gpu::latest).collect()
     }
@@ -286,7 +288,7 @@ impl Gpus {
         self.known().iter().for_each(|gpu| gpu.settle());
     }
 
-    /// Forgets them.
+    /// Forgets the GPUs.
     pub(crate) fn clear(&self) {
         self.known().clear();
     }
@@ -297,7 +299,7 @@ mod tests {
     use super::super::cuda::simulation as gpu;
     use super::*;
 
-    /// The event that would tell is one that was recorded before, or never.
+    /// The event that would show it was recorded before, or never.
     #[test]
     fn a_copy_whose_event_fails_is_waited_for() {
         for events_before in [0, 3] {

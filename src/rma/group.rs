@@ -1,4 +1,4 @@
-//! A group of ranks: what NCCL's threads and the placer share.
+//! A group of ranks: the state that NCCL's threads and the placer share.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,22 +12,22 @@ use super::wire::{LONGEST, Signal};
 use crate::nccl::ffi::{NCCL_PTR_CUDA, NCCL_PTR_HOST};
 use crate::os::error::{Error, Result};
 
-/// What NCCL's threads ask of the placer.
+/// The commands of NCCL's threads for the placer.
 #[allow(missing_docs, reason = "the sentences above them name all fields")]
 pub(crate) enum Command {
     /// Put the own bytes at `from` into another rank's memory at `to`.
     Put { request: u64, rank: u32, from: Place, to: Place, signal: Signal },
     /// Get another rank's bytes at `from` into the own memory at `to`.
     Get { request: u64, rank: u32, from: Place, to: Place },
-    /// End a registration, and say by `done` when nothing uses it.
+    /// End a registration, and report by `done` when nothing uses it.
     Withdraw { region: u32, done: SyncSender<()> },
-    /// Say by `done` when no put that was begun reads its source any more.
+    /// Report by `done` when no put that was begun reads its source any more.
     Detach { done: SyncSender<()> },
     /// Say goodbye and end.
     Close,
 }
 
-/// What both sides hold.
+/// The data that both sides hold.
 #[derive(Default)]
 pub(crate) struct Shared {
     /// The own registrations.
@@ -42,7 +42,7 @@ pub(crate) struct Shared {
 #[derive(Default)]
 struct Inbox {
     commands: Vec<Command>,
-    /// Why the placer takes no more.
+    /// Why the placer accepts no more commands.
     ended: Option<Error>,
     /// The first failure of another rank.
     failure: Option<Error>,
@@ -59,7 +59,7 @@ impl Shared {
         self.inbox().placer = Some(placer);
     }
 
-    /// For the placer: what has been asked since the last time.
+    /// For the placer: the commands since the last call.
     pub(crate) fn take(&self) -> Vec<Command> {
         std::mem::take(&mut self.inbox().commands)
     }
@@ -69,7 +69,7 @@ impl Shared {
         self.inbox().failure.get_or_insert(error.clone());
     }
 
-    /// For the placer: it has ended, and so has everything that was asked of it.
+    /// For the placer: it has ended, and so have all its commands.
     pub(crate) fn end(&self, why: &Error) {
         let mut inbox = self.inbox();
         inbox.ended.get_or_insert(why.clone());
@@ -95,7 +95,7 @@ impl Shared {
 
 /// A group, as NCCL holds it.
 pub(crate) struct Group {
-    /// What its placer shares.
+    /// The state that its placer shares.
     pub shared: std::sync::Arc<Shared>,
     /// How many ranks it has.
     pub ranks: u32,
@@ -104,7 +104,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// `own`: this rank's side. Its registration may have ended: see [`super::placer`].
+    /// `own`: the place on this rank. Its registration may have ended: see [`super::placer`].
     fn check(&self, rank: u32, own: &Place) -> Result<()> {
         let size = own.size;
         if rank >= self.ranks {
@@ -119,7 +119,7 @@ impl Group {
         }
     }
 
-    /// Begins a put and gives its request. Signal region 0: none.
+    /// Begins a put and returns its request. Signal region 0: none.
     ///
     /// # Errors
     /// When the rank or the own memory does not exist.
@@ -129,7 +129,7 @@ impl Group {
         self.begin(request, Command::Put { request, rank, from, to, signal })
     }
 
-    /// Begins a get and gives its request.
+    /// Begins a get and returns its request.
     ///
     /// # Errors
     /// When the rank or the own memory does not exist.
@@ -141,7 +141,7 @@ impl Group {
 
     fn begin(&self, request: u64, command: Command) -> Result<u64> {
         if let Err(error) = self.shared.ask(command) {
-            // `test` says why, as with the network's connections.
+            // `test` returns the reason, as with the network's connections.
             self.shared.requests.end(request, Err(error));
         }
         Ok(request)
@@ -150,7 +150,7 @@ impl Group {
     /// Registers memory of kind `NCCL_PTR_*`. `only_ours`: see [`Region`].
     ///
     /// # Errors
-    /// When it does not fit into the address space, or is said to be a GPU's and no GPU has it. Its number is used up then.
+    /// When it does not fit into the address space, or `kind` names a GPU and no GPU has it. Its number is used up then.
     pub(crate) fn register(&self, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<u32> {
         let found = self.find(memory, kind, only_ours);
         let number = self.shared.registry.add(found.clone().unwrap_or_default())?;
@@ -172,7 +172,7 @@ impl Group {
         Ok(Region { address, size, gpu, only_ours })
     }
 
-    /// Ends a registration. After that nothing of this library touches its memory.
+    /// Ends a registration. After that this library does not touch its memory.
     ///
     /// # Errors
     /// When there is no such registration.
@@ -191,14 +191,13 @@ impl Group {
         self.wait_for(|done| Command::Detach { done });
     }
 
-    /// Waits until the placer has done this, or has ended; false where it had before.
+    /// Waits until the placer has done this, or has ended. Returns false if the placer had ended before.
     fn wait_for(&self, command: impl FnOnce(SyncSender<()>) -> Command) -> bool {
         let (done, is_done) = sync_channel(1);
         if self.shared.ask(command(done)).is_err() {
             return false;
         }
-        // An error here means that the placer ends. It closes all connections and waits for copies before it says that it has
-        // ended.
+        // An error here means that the placer ends. It closes all connections and waits for copies before it reports its end.
         if is_done.recv().is_err() {
             while self.shared.inbox().ended.is_none() {
                 std::thread::sleep(std::time::Duration::from_millis(1));
@@ -213,13 +212,13 @@ impl Group {
         inbox.failure.clone().or_else(|| inbox.ended.clone())
     }
 
-    /// Ends the group: tells the other ranks, and closes all connections.
+    /// Ends the group: notifies the other ranks, and closes all connections.
     pub(crate) fn close(&self) {
         let placer = self.placer.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(placer) = placer {
             let _ = self.shared.ask(Command::Close);
             let _ = placer.join();
-            // Streams and page-locked memory go here, and not with the last handle of the group.
+            // Streams and page-locked memory are freed here, not with the last handle of the group.
             self.shared.registry.clear();
             self.shared.gpus.clear();
         }

@@ -1,7 +1,7 @@
 //! Operations that have arrived from one rank and are on their way into memory: copies to a GPU happen after they are begun.
 //!
-//! Operations end in the order in which they arrived. A signal waits for all bytes before it, unless their copies are in the
-//! stream of the GPU that holds the signal: that stream takes it behind them at once.
+//! Operations end in the order in which they arrived. A signal waits for all bytes before it. The exception are bytes whose
+//! copies are in the stream of the GPU that holds the signal: the signal is appended to that stream behind them at once.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::os::error::Result;
 struct Landing {
     header: Header,
     refused: bool,
-    /// Reached when its bytes are in place; none where they are.
+    /// Reached when its bytes are in place; None once they are.
     bytes: Option<Mark>,
     signal: Step,
 }
@@ -25,14 +25,14 @@ struct Landing {
 pub(crate) struct Landings(VecDeque<Landing>);
 
 impl Landings {
-    /// All bytes of an operation have come, and are in place when this mark is reached. `refused`: they went nowhere, and there
-    /// is no signal then.
+    /// All bytes of an operation have arrived, and are in place when this mark is reached. `refused`: the bytes were dropped,
+    /// and there is no signal.
     pub(crate) fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
         let signal = if refused || header.signal.region == 0 { Step::DONE } else { Step::New };
         self.0.push_back(Landing { header, refused, bytes, signal });
     }
 
-    /// Goes on with all that can; what is done, and whether it was refused, goes to `landed`.
+    /// Advances all landings that can advance. Passes finished ones, and whether each was refused, to `landed`.
     ///
     /// # Errors
     /// When a GPU has failed.
@@ -42,7 +42,7 @@ impl Landings {
         signals: &mut Signals,
         landed: &mut Vec<(Header, bool)>,
     ) -> Result<()> {
-        // The GPUs whose streams are not as far as the landings that were looked at.
+        // The GPUs whose streams have not reached the landings checked so far.
         let mut late: Vec<Arc<Gpu>> = Vec::new();
         let mut is_first = true;
         let mut done = 0;
@@ -88,7 +88,7 @@ impl Landings {
     }
 }
 
-/// Forgets a mark that is reached, or notes whose it is.
+/// Forgets a mark that is reached, or notes its GPU.
 fn note(late: &mut Vec<Arc<Gpu>>, mark: &mut Option<Mark>) -> Result<()> {
     if let Some(waited_for) = mark {
         if waited_for.is_reached()? {

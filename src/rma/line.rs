@@ -7,13 +7,13 @@ use crate::plugin::facade::{self, Part};
 
 /// The end that sends. It is closed when it is dropped.
 pub(crate) trait SendEnd: Send {
-    /// Sends these bytes, which the connection may read until the request has ended or the end is closed; none for "not now".
+    /// Sends these bytes, which the connection may read until the request has ended or the end is closed. None: not now.
     ///
     /// # Errors
     /// When the connection has failed.
     fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>>;
 
-    /// The other rank has not answered for too long: closing the end waits for it no more.
+    /// The other rank has not answered for too long: closing this end no longer waits for it.
     fn abandon(&mut self);
 
     /// Whether a request has ended.
@@ -25,14 +25,14 @@ pub(crate) trait SendEnd: Send {
 
 /// The end that receives. It is closed when it is dropped.
 pub(crate) trait RecvEnd: Send {
-    /// Posts a receive into this memory, which the connection may write until the request has ended or the end is closed; none
-    /// for "not now".
+    /// Posts a receive into this memory, which the connection may write until the request has ended or the end is closed.
+    /// None: not now.
     ///
     /// # Errors
     /// When the connection has failed.
     fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>>;
 
-    /// How many bytes have come, if a request has ended.
+    /// How many bytes have arrived, if a request has ended.
     ///
     /// # Errors
     /// When the connection has failed.
@@ -46,7 +46,7 @@ pub(crate) struct NetSend {
 }
 
 impl NetSend {
-    /// Of this communicator.
+    /// The sending end of this communicator.
     pub(crate) fn new(comm: usize) -> Self {
         Self { comm, is_abandoned: false }
     }

@@ -5,7 +5,8 @@ use super::loud::say;
 /// The losses of one group.
 #[derive(Default)]
 pub(crate) struct Losses {
-    /// Ranks to which a put was dropped. Later ones are dropped, too: their signals would promise what was dropped.
+    /// Ranks to which a put was dropped. Later ones are dropped, too: their signals would promise bytes that were
+    /// dropped.
     ranks: Vec<u32>,
 }
 

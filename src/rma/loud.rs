@@ -1,5 +1,5 @@
 //! Errors that NCCL does not pass on. Its progress thread stores the failure of a put, and no call reads it (NCCL 2.30.7,
-//! `rma/rma_proxy.cc`), so the log is where the user learns of it, also where NCCL's logger prints no warnings.
+//! `rma/rma_proxy.cc`). So the log informs the user of it, even where NCCL's logger prints no warnings.
 
 use crate::os::error::Error;
 use crate::os::log;
@@ -11,7 +11,7 @@ pub(crate) fn say_once(error: &Error) {
     }
 }
 
-/// As [`say_once`], for errors that are made anew at each call: the same text is reported once in a few seconds.
+/// As [`say_once`], for errors that each call makes again: the same text is reported once in a few seconds.
 pub(crate) fn say_rarely(error: &Error) {
     if log::once_per((error.what(), error.peer())).is_some() {
         say_once(error);

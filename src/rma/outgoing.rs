@@ -1,5 +1,5 @@
-//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it. What is in a GPU's
-//! memory is copied to the host first.
+//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it. Bytes in a GPU's
+//! memory are copied to the host first.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -13,7 +13,7 @@ use super::staging::Lane;
 use super::wire::{HEADER, Header, PIECE};
 use crate::os::error::Result;
 
-/// How many parts are begun before the connection has taken the first of them.
+/// How many parts are begun before the connection has accepted the first of them.
 const AHEAD: usize = 16;
 
 /// A message, and the memory that is read for it.
@@ -21,14 +21,14 @@ pub(crate) struct Message {
     /// Boxed, because the connection may read it until its request is done.
     header: Box<[u8; HEADER]>,
     is_begun: bool,
-    /// Where the bytes begin that are not on their way yet, and how many they are.
+    /// The start of the bytes that are not on their way yet, and their number.
     address: usize,
     left: usize,
-    /// The GPU that has them.
+    /// The GPU that holds the bytes.
     gpu: Option<Arc<Gpu>>,
-    /// Own registration that is read; 0 for none.
+    /// The own registration that is read; 0 for none.
     region: u32,
-    /// Own request that waits until the memory has been read.
+    /// The own request that waits until the memory has been read.
     request: Option<u64>,
 }
 
@@ -56,22 +56,22 @@ struct Moving {
     message: Option<Message>,
 }
 
-/// A connection to another rank and what goes over it.
+/// A connection to another rank, and the messages on it.
 pub(crate) struct Outgoing {
-    /// Closed before the messages go, whose headers the connection may still read.
+    /// Closed before the messages are dropped, whose headers the connection may still read.
     end: Box<dyn SendEnd>,
     lane: Lane,
     waiting: VecDeque<Message>,
-    /// What the connection has not taken yet.
+    /// The parts that the connection has not accepted yet.
     begun: VecDeque<Moving>,
     /// Requests of the connection, the oldest first.
     under_way: VecDeque<(usize, Moving)>,
-    /// When the last of them ended that the connection did not copy at once.
+    /// When the last request ended that the connection did not copy at once.
     sent: Option<Instant>,
 }
 
 impl Outgoing {
-    /// To this rank, over this connection, which it closes when it goes.
+    /// Sends to this rank, over this connection, which is closed when this is dropped.
     pub(crate) fn over(end: Box<dyn SendEnd>, rank: u32) -> Self {
         let (waiting, begun, under_way) = Default::default();
         Self { end, lane: Lane::to(rank), waiting, begun, under_way, sent: None }
@@ -82,7 +82,8 @@ impl Outgoing {
         self.end.abandon();
     }
 
-    /// When a part of a message was last sent. A part that the connection has only taken is no sign of the other rank.
+    /// When a part of a message was last sent. A part that the connection has only accepted proves nothing about the
+    /// other rank.
     pub(crate) fn sent(&self) -> Option<Instant> {
         self.sent
     }
@@ -103,13 +104,15 @@ impl Outgoing {
         moving.filter_map(|moving| moving.message.as_ref()).chain(&self.waiting).any(|message| message.region == region)
     }
 
-    /// Sends what the connection takes; the requests whose memory has been read go to `read`. Gives whether anything moved.
+    /// Sends the parts that the connection accepts. Adds the requests whose memory has been read to `read`. Returns whether
+    /// anything moved.
     ///
     /// # Errors
     /// When the connection or a GPU has failed.
     pub(crate) fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
         let mut moved = false;
-        // Requests that the connection takes in this call. One that ends at once was copied, whatever becomes of the rank.
+        // Requests that the connection accepts in this call. A request that ends at once was copied, whatever happens to
+        // the rank.
         let mut fresh = 0;
         loop {
             while self.begun.len() < AHEAD
@@ -148,7 +151,7 @@ impl Outgoing {
         Ok(moved)
     }
 
-    /// The next part of the first message that waits; none where there is none, or no slot for it.
+    /// The next part of the first message that waits. None if no message waits, or there is no slot for the part.
     fn begin(&mut self) -> Result<Option<Moving>> {
         let Some(message) = self.waiting.front_mut() else { return Ok(None) };
         let mut moving = if message.is_begun {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::plugin::facade::Silences;
 
-/// The least time of a wait for a process that has used up the common one: it may go on by now.
+/// The least time to wait for a process that has used up the common time: it may run again by now.
 const LEAST: Duration = Duration::from_secs(2);
 
 /// The patience of one group.
@@ -17,8 +17,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Waits share `silences`. `limit`: as long as connections may take to recover, since until then the other rank may wait for
-    /// what this one has to say.
+    /// Waits share `silences`. `limit`: as long as connections may take to recover, since until then the other rank may wait
+    /// for a message of this one.
     pub(crate) fn new(limit: Duration, silences: Arc<Mutex<Silences>>) -> Self {
         Self { limit, silences }
     }
@@ -27,8 +27,8 @@ impl Patience {
         self.silences.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a wait for a process that began at `since` goes on. When it does not, that is remembered for the next wait. `moved`:
-    /// when something last came over the connection in question. The process was not silent then, whatever another wait found.
+    /// Whether a wait for a process that began at `since` continues. When it does not, the next wait remembers that. `moved`:
+    /// when data last arrived over the connection in question. The process was not silent then, whatever another wait found.
     pub(crate) fn lasts(&self, process: &str, since: Instant, moved: Option<Instant>) -> bool {
         let (mut silences, now) = (self.silences(), Instant::now());
         let since = moved.map_or(since, |moved| moved.max(since));
@@ -41,7 +41,7 @@ impl Patience {
         false
     }
 
-    /// A process has done what a wait was for.
+    /// A process has done what this rank waited for.
     pub(crate) fn answered(&self, process: &str) {
         self.silences().answered(process);
     }

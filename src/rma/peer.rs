@@ -1,6 +1,6 @@
-//! Another rank of a group: what is under way to it, and what arrives from it.
+//! Another rank of a group: the messages under way to it, and those that arrive from it.
 //!
-//! There is no thread in it: the placer calls [`Peer::advance`] again and again. Whatever a header says, bytes are placed inside
+//! It has no thread: the placer calls [`Peer::advance`] again and again. Whatever a header contains, bytes are placed inside
 //! registrations only. Other bytes are dropped, and the rank that sent them gets a refusal.
 
 use std::collections::{HashMap, VecDeque};
@@ -30,7 +30,7 @@ pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 pub(crate) struct Place {
     /// The registration; 0 for none.
     pub region: u32,
-    /// Where the range begins in it.
+    /// The offset of the range in the registration.
     pub offset: u64,
     /// How many bytes.
     pub size: u64,
@@ -42,7 +42,7 @@ struct Pending {
     read: bool,
     answered: bool,
     refused: bool,
-    /// Where the bytes of a get belong; none for a put.
+    /// The place for the bytes of a get; None for a put.
     place: Option<Place>,
 }
 
@@ -53,7 +53,7 @@ impl Pending {
     }
 }
 
-/// What to do when all that follows a header is in place.
+/// The action when all bytes that follow a header are in place.
 #[derive(Debug, Clone, Copy)]
 struct Finish {
     header: Header,
@@ -62,7 +62,7 @@ struct Finish {
 
 /// The bytes behind a header for which no receive is posted yet.
 struct Pieces {
-    /// Where they belong; none where they are dropped.
+    /// The place for the bytes; None if they are dropped.
     to: Option<Spot>,
     left: usize,
     region: u32,
@@ -81,7 +81,7 @@ enum Arriving {
     },
 }
 
-/// What a peer needs of the own rank.
+/// The data of the own rank that a peer needs.
 pub(crate) struct Own<'a> {
     /// The own rank's registrations.
     pub registry: &'a Registry,
@@ -96,7 +96,7 @@ pub(crate) struct Peer {
     rank: u32,
     /// The peer's `host:process`.
     process: String,
-    /// Closed before the headers go, into which the connection may still write.
+    /// Closed before the headers are dropped, into which the connection may still write.
     recv: Box<dyn RecvEnd>,
     outgoing: Outgoing,
     /// Receives, the oldest first.
@@ -106,11 +106,11 @@ pub(crate) struct Peer {
     /// Slots whose bytes are being copied into a GPU's memory, the oldest first.
     copied: VecDeque<(usize, Mark)>,
     landings: Landings,
-    /// Where refused bytes go.
+    /// Receives refused bytes.
     nowhere: Vec<u8>,
     pending: HashMap<u64, Pending>,
     /// Set when this rank leaves: how many answers it sends before its goodbye. Without them the peer would report puts as lost
-    /// that are in place.
+    /// although they are in place.
     owes: Option<usize>,
     /// This rank has said goodbye.
     has_said_goodbye: bool,
@@ -163,13 +163,14 @@ impl Peer {
         &self.process
     }
 
-    /// The requests that it has not answered, and whether each is a get.
+    /// The requests that the peer has not answered, and whether each is a get.
     pub(crate) fn unanswered(&self) -> impl Iterator<Item = (u64, bool)> {
         let unanswered = self.pending.iter().filter(|(_, pending)| !pending.answered);
         unanswered.map(|(&request, pending)| (request, pending.place.is_some()))
     }
 
-    /// The requests that it has answered, and how they end when the connection does not read their memory any more.
+    /// The requests that the peer has answered, and their outcome when the connection does not read their memory any
+    /// more.
     pub(crate) fn answered(&self) -> impl Iterator<Item = (u64, Result<()>)> {
         let answered = self.pending.iter().filter(|(_, pending)| pending.answered);
         answered.map(|(&request, pending)| (request, pending.outcome(self.rank)))
@@ -188,8 +189,9 @@ impl Peer {
         self.has_left
     }
 
-    /// The peer has not answered for too long: closing the connection to it waits for it no more. The one from it has a receive
-    /// posted until the peer's goodbye, and so does not wait, unless copies to a GPU hold all places for one.
+    /// The peer has not answered for too long: closing the connection to it no longer waits. The connection from the peer has a
+    /// receive posted until the peer's goodbye. So its close does not wait, unless copies to a GPU hold all places for a
+    /// receive.
     pub(crate) fn abandon(&mut self) {
         self.outgoing.abandon();
     }
@@ -234,7 +236,7 @@ impl Peer {
         self.outgoing.push(Message::bare(&header));
     }
 
-    /// Says goodbye behind the answers for all that has come; nothing may be asked for after that.
+    /// Says goodbye behind the answers for all arrived operations. No request may follow.
     pub(crate) fn leave(&mut self) {
         self.owes.get_or_insert(self.landings.len());
         self.say_goodbye();
@@ -246,14 +248,14 @@ impl Peer {
         }
     }
 
-    /// Moves what can move. Gives whether anything did.
+    /// Moves all data that can move. Returns whether anything moved.
     ///
     /// # Errors
     /// When a connection or a GPU has failed, or the peer breaks the protocol or has left while it owes an answer.
     pub(crate) fn advance(&mut self, own: &mut Own<'_>) -> Result<bool> {
         if self.has_left {
             self.land(own)?;
-            // What came before its goodbye counts.
+            // Messages that arrived before its goodbye count.
             if !self.landings.is_empty() {
                 return Ok(false);
             }
@@ -270,8 +272,8 @@ impl Peer {
             return Ok(true);
         }
         let sent = match sent {
-            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way. It
-            // does not matter to a rank that has said its own.
+            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way. To
+            // a rank that has said goodbye itself this does not matter.
             Err(error) if error.cause() == Cause::Remote && !self.has_said_goodbye => {
                 self.unsent = Some((Instant::now(), error));
                 false
@@ -327,7 +329,7 @@ impl Peer {
         Ok(Some(mark))
     }
 
-    /// Answers for what is in place.
+    /// Answers operations that are in place.
     fn land(&mut self, own: &mut Own<'_>) -> Result<()> {
         while let Some((slot, mark)) = self.copied.front() {
             if !mark.is_reached()? {
@@ -355,7 +357,7 @@ impl Peer {
         Ok(())
     }
 
-    /// Posts receives for what follows the last header, and one for the next header behind them.
+    /// Posts receives for the bytes that follow the last header, and one for the next header.
     fn post(&mut self) -> Result<bool> {
         let mut moved = false;
         while let Some(pieces) = &mut self.pieces {
@@ -403,7 +405,7 @@ impl Peer {
         Ok(moved)
     }
 
-    /// A header has come, and all before it is in place.
+    /// A header has arrived, and all bytes before it are in place.
     fn begin(&mut self, header: &Header, own: &mut Own<'_>) -> Result<()> {
         match header.kind {
             Kind::Put => {
@@ -445,7 +447,7 @@ impl Peer {
         }
     }
 
-    /// The bytes that follow belong there.
+    /// The bytes that follow belong to this place.
     fn expect(&mut self, header: &Header, place: Place, own: &mut Own<'_>) -> Result<()> {
         let to = own.registry.locate(place.region, place.offset, place.size).ok();
         let mut finish = Finish { header: *header, refused: header.refused || to.is_none() };
@@ -461,8 +463,8 @@ impl Peer {
         Ok(())
     }
 
-    /// What belongs into memory whose registration has ended goes nowhere, and is done all the same: no rank can tell the
-    /// difference, and NCCL's abort would wait for ever for a put that fails.
+    /// Bytes for memory whose registration has ended are dropped, and their operation still succeeds. No rank can tell
+    /// the difference, and NCCL's abort would wait for ever for a put that fails.
     fn is_late(&mut self, finish: &mut Finish) {
         let is_put = finish.header.kind == Kind::Put;
         *finish = Finish { header: Header { signal: Signal::default(), ..finish.header }, refused: false };
@@ -475,7 +477,7 @@ impl Peer {
         }
     }
 
-    /// A registration ends: what has not come yet goes nowhere.
+    /// A registration ends: bytes that have not arrived yet are dropped.
     pub(crate) fn forget(&mut self, region: u32) {
         let Some(mut pieces) = self.pieces.take() else { return };
         if pieces.region == region {
@@ -485,7 +487,7 @@ impl Peer {
         self.pieces = Some(pieces);
     }
 
-    /// Changes what is known of a request, and ends it when nothing is missing.
+    /// Changes the state of a request, and ends it when nothing is missing.
     fn note(&mut self, request: u64, requests: &Requests, change: impl FnOnce(&mut Pending)) {
         let Some(pending) = self.pending.get_mut(&request) else { return };
         change(pending);
@@ -497,7 +499,7 @@ impl Peer {
     }
 }
 
-/// What becomes of operations on a rank that has said goodbye.
+/// The error of operations on a rank that has said goodbye.
 pub(crate) fn has_closed() -> Error {
     Error::remote("it has closed its side")
 }

@@ -1,4 +1,4 @@
-//! The placer: the thread of a group that alone uses the group's connections and writes into registered memory.
+//! The placer: the only thread that uses a group's connections and writes into its registered memory.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -19,21 +19,22 @@ use super::turns::Turns;
 use super::wire::{Header, Kind, Signal};
 use crate::os::error::{Cause, Error, Result};
 
-/// How long the placer asks without a pause after something moved.
+/// How long the placer polls without a pause after something moved.
 const EAGER: Duration = Duration::from_micros(200);
 /// Its pauses after that.
 const PAUSE: Duration = Duration::from_micros(50);
 /// Its pauses when nothing has moved for a second.
 const LONG_PAUSE: Duration = Duration::from_micros(500);
 
-/// How long after another rank has gone without a goodbye, with nothing under way, the log warns. Most jobs whose processes end
-/// without destroying their communicators are over by then.
+/// The delay of the warning about another rank that has gone without a goodbye, with nothing under way. Most jobs whose
+/// processes end without destroying their communicators are over by then.
 const WARNING_DELAY: Duration = Duration::from_secs(5);
 
-/// A rank, or why nothing more goes to it.
+/// A rank, or the reason why nothing more is sent to it.
 enum Other {
     Alive(Box<Peer>),
-    /// `has_left`: it has closed its side in order. `gone`: when it went without a goodbye, as long as no warning says so.
+    /// `has_left`: the rank has closed its side in order. `gone`: when it disappeared without a goodbye, until a warning
+    /// reports it.
     Ended {
         why: Error,
         has_left: bool,
@@ -43,11 +44,11 @@ enum Other {
     Own,
 }
 
-/// Memory that NCCL takes back, and how far that is.
+/// Memory that NCCL takes back, and the progress of that.
 struct Withdrawal {
     memory: Memory,
     since: Instant,
-    /// How far the GPUs' streams must come; known once no transfer uses the memory.
+    /// The marks that the GPUs' streams must reach; known once no transfer uses the memory.
     copies: Option<Vec<Mark>>,
     done: SyncSender<()>,
 }
@@ -82,7 +83,7 @@ pub(crate) struct Placer {
 }
 
 impl Placer {
-    /// For the group of these other ranks and this one; none at the own place.
+    /// A placer for the group of these other ranks and this one; None at the own rank's place.
     pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>, turns: Arc<Turns>, patience: Patience) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
@@ -127,7 +128,7 @@ impl Placer {
         }
     }
 
-    /// Does all that can be done now. Gives whether anything moved.
+    /// Does all work that can be done now. Returns whether anything moved.
     pub(super) fn turn(&mut self) -> bool {
         let commands = self.shared.take();
         let mut moved = !commands.is_empty();
@@ -143,7 +144,7 @@ impl Placer {
         moved
     }
 
-    /// Whether the group is closed, and nothing is left to say.
+    /// Whether the group is closed, and nothing is left to send.
     pub(super) fn is_over(&self) -> bool {
         self.closes.is_some() && !self.others.iter().any(|other| matches!(other, Other::Alive(_)))
     }
@@ -264,7 +265,7 @@ impl Placer {
             return Ok(None);
         }
         if let Some(gpu) = target.gpu.as_ref().or(source.gpu.as_ref()) {
-            // NCCL puts a number onto itself to learn that all before it is in place.
+            // NCCL puts a number onto itself to detect that all earlier operations are in place.
             if source.address == target.address {
                 return Ok(Some(gpu.latest()));
             }
@@ -308,7 +309,8 @@ impl Placer {
         }
     }
 
-    /// Answers withdrawals whose memory nothing uses. Where something still does after the patience, that rank fails.
+    /// Answers withdrawals whose memory nothing uses. If a rank's transfer still uses it after the patience, that rank
+    /// fails.
     fn end_withdrawals(&mut self) {
         let Self { withdrawals, others, shared, closes, losses, patience, .. } = self;
         withdrawals.retain_mut(|withdrawal| {
@@ -380,7 +382,7 @@ impl Placer {
 }
 
 impl Drop for Placer {
-    /// Nothing is copied after this, and the turns at signals go behind it.
+    /// Nothing is copied after this; the turns at signals end later.
     fn drop(&mut self) {
         self.shared.gpus.settle();
     }
@@ -413,8 +415,8 @@ fn fail(shared: &Shared, request: u64, why: &Error) {
 
 /// Gives a rank up: closes its connections and ends its requests. `quietly`: without a warning.
 ///
-/// Puts to a rank that has closed its side in order are done, and the log tells of them: to fail them would stop NCCL's progress
-/// thread, and then an abort of this rank, which waits for its puts, would never end.
+/// Puts to a rank that has closed its side in order are done, and the log reports them. A failure would stop NCCL's progress
+/// thread. Then an abort of this rank, which waits for its puts, would never end.
 fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);
@@ -424,7 +426,7 @@ fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, q
     let rank = peer.rank();
     let (failed, lost): (Vec<_>, Vec<_>) = peer.unanswered().partition(|(_, is_get)| *is_get || !has_left);
     let answered: Vec<_> = peer.answered().collect();
-    // Before the peer gives up its turns at signals.
+    // This comes before the peer gives up its turns at signals.
     shared.gpus.settle();
     // This closes the connections: after it nothing touches a request's memory.
     *other = Other::Ended { why: told.clone(), has_left, gone: has_gone.then(Instant::now) };

@@ -15,7 +15,7 @@ pub(crate) struct Region {
     pub size: usize,
     /// The GPU that has it; none for host memory.
     pub gpu: Option<Arc<Gpu>>,
-    /// Nothing but Towline writes its numbers, which are 0 at first: NCCL's promise for its signals.
+    /// Only Towline writes its numbers, which are 0 at first: NCCL's promise for its signals.
     pub only_ours: bool,
 }
 
@@ -41,8 +41,8 @@ impl Registry {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds memory and gives its number. One without bytes takes the place of what cannot be registered: all ranks count alike,
-    /// so it uses up a number, too.
+    /// Adds memory and returns its number. An entry without bytes replaces memory that cannot be registered: all ranks count
+    /// alike, so it uses up a number, too.
     ///
     /// # Errors
     /// When there are too many.
@@ -53,7 +53,7 @@ impl Registry {
         Ok(number)
     }
 
-    /// Ends a registration. Its number is never given again.
+    /// Ends a registration. Its number is never used again.
     pub(crate) fn remove(&self, number: u32) {
         if let Some(index) = index(number)
             && let Some(place) = self.regions().get_mut(index)
@@ -72,7 +72,7 @@ impl Registry {
         index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_none))
     }
 
-    /// Where these bytes are. Where there are none it may be anywhere.
+    /// The address of these bytes. A range without bytes may be anywhere.
     ///
     /// # Errors
     /// When they are not all inside that registration.

@@ -1,4 +1,5 @@
-//! The requests of a group: begun by NCCL's proxy thread, ended by the placer, asked after until they say done once.
+//! The requests of a group: begun by NCCL's proxy thread, ended by the placer, tested until they have reported done
+//! once.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -37,7 +38,7 @@ impl Requests {
         u64::from(generation) << 32 | slot as u64
     }
 
-    /// Ends a request; nothing happens when it has ended.
+    /// Ends a request; has no effect when it has already ended.
     pub(crate) fn end(&self, request: u64, outcome: Result<()>) {
         let mut inner = self.inner();
         if let Some(slot) = find(&mut inner, request) {

@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_micros(200);
 
 /// A connection from another rank.
 struct Incoming {
-    /// Closed before the hello goes, into which the connection may still write.
+    /// Closed before the hello is dropped, into which the connection may still write.
     end: NetRecv,
     hello: Box<[u8; HEADER]>,
     request: Option<usize>,
@@ -31,7 +31,7 @@ impl Incoming {
         Self { end: NetRecv(comm), hello: Box::new([0; HEADER]), request: None, rank: None }
     }
 
-    /// Learns whose it is, if that has come.
+    /// Reads which rank the connection belongs to, if that has arrived.
     fn ask(&mut self, ranks: u32) -> Result<()> {
         if self.rank.is_some() {
             return Ok(());
@@ -55,7 +55,7 @@ impl Incoming {
 /// Connects to all ranks, waits until they have connected to this one, and starts the placer. `handles` has one for each rank.
 ///
 /// # Errors
-/// When that does not come about before `deadline`.
+/// When the ranks are not all connected before `deadline`.
 pub(crate) fn connect(
     (ctx, dev, listener): (usize, i32, usize),
     mut handles: Vec<[u8; 64]>,

@@ -1,8 +1,9 @@
 //! Signals: numbers in registered memory that other ranks add to.
 //!
-//! In host memory the processor adds. In a GPU's memory only copies can, so the sum is made here and written: of a copy that is
-//! kept here where NCCL promises that nothing else writes the number, else of what is read before. A group reads one number at a
-//! time, and other groups of the process wait for their turn at it ([`Turns`]), so that no other addition comes between.
+//! In host memory the processor adds. In a GPU's memory only copies can write, so the sum is made here and written. Its base is
+//! a copy that is kept here where NCCL promises that nothing else writes the number. Otherwise the number is read before. A
+//! group reads one number at a time, and other groups of the process wait for their turn at it ([`Turns`]), so that no other
+//! addition comes between.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,15 +16,15 @@ use super::turns::{Turn, Turns};
 use super::wire::Signal;
 use crate::os::error::Result;
 
-/// How far an addition is.
+/// The progress of an addition.
 pub(crate) enum Step {
-    /// Not begun.
+    /// The addition has not begun.
     New,
     /// Another group may have its turn at the number.
     Waits(Turn),
-    /// The number is read when this mark is reached. While the token lives no other is.
+    /// The number is read when this mark is reached. While the token exists no other number is read.
     Read(Mark, Turn, #[allow(dead_code, reason = "held until it is dropped")] Arc<()>),
-    /// The sum will be written when the mark is reached, and then the turn ends; none where it is.
+    /// The sum will be written when the mark is reached, and then the turn ends; None once it is written.
     Written(Option<Mark>, Option<Turn>),
 }
 
@@ -32,7 +33,7 @@ impl Step {
     pub(crate) const DONE: Self = Self::Written(None, None);
 }
 
-/// What a group knows of its signals. The placer alone uses it.
+/// A group's data about its signals. Only the placer uses it.
 #[derive(Default)]
 pub(crate) struct Signals {
     /// Sums, by registration and place.
@@ -42,7 +43,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Of a group whose process has these turns.
+    /// The signals of a group whose process has these turns.
     pub(crate) fn of(turns: Arc<Turns>) -> Self {
         Self { turns, ..Self::default() }
     }
@@ -67,14 +68,14 @@ impl Signals {
                 Some(gpu) => Step::Waits(self.turns.take(place.address, Arc::as_ptr(gpu).addr())),
             };
         }
-        // Where the GPU fails the step stays as it is, and its turn ends with it: not before the placer has waited for the stream.
+        // If the GPU fails the step stays as it is. Its turn ends with it, not before the placer has waited for the stream.
         match step {
             Step::Waits(turn) if Arc::strong_count(&self.reading) == 1 && turn.has_come() => {
                 let mark = match registry.locate_signal(signal) {
                     // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has
                     // seen the stream come this far.
                     Ok(Spot { address, gpu: Some(gpu), .. }) => Some(unsafe { gpu.read(address) }?),
-                    // A registration that has ended since takes no signal any more.
+                    // A registration that has ended since accepts no signal any more.
                     _ => None,
                 };
                 *step = match (mark, mem::replace(step, Step::DONE)) {
@@ -109,11 +110,11 @@ fn write(gpu: &Arc<Gpu>, address: usize, sum: u64) -> Result<Mark> {
 }
 
 fn add_in_host_memory(address: usize, value: u64) {
-    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory, which stays
-    // valid while it is registered; the placer, which calls this, also ends registrations. NCCL and GPUs use signals
-    // atomically, too.
+    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory. The memory
+    // stays valid while it is registered, and the placer, which calls this, also ends registrations. NCCL and GPUs use
+    // signals atomically, too.
     let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
-    // What was placed before becomes visible before the signal.
+    // Bytes placed before become visible before the signal.
     number.fetch_add(value, Ordering::AcqRel);
 }
 
@@ -124,7 +125,7 @@ mod tests {
     use super::super::registry::Region;
     use super::*;
 
-    /// Its number may be written all the same, when another group has read it.
+    /// Its number may still be written if another group has read it.
     #[test]
     fn a_turn_lasts_until_a_failed_signal_is_let_go() {
         gpu::begin(1, 0);

@@ -1,5 +1,5 @@
-//! Two ranks of a group, without threads, sockets or a GPU: a seed decides when a placer has its turn, what comes through on
-//! which stream, which streams stall, are cut and come back, and when a GPU's copies happen.
+//! Two ranks of a group, without threads, sockets or a GPU. A seed decides when a placer has its turn, which data arrives on
+//! which stream, and when a GPU's copies happen. It also decides which streams stall, are cut and reconnect.
 //!
 //! Everything of this room but its set-up takes part, over both cores of the TCP backend (`tcp::simulation::link`) and a
 //! simulated CUDA driver (`cuda::simulation`). A failure names its seed, as in the simulation of the TCP backend, whose
@@ -31,7 +31,7 @@ const RANKS: usize = 2;
 const WINDOW: u32 = 1;
 const SIGNALS: u32 = 2;
 const SOURCE: u32 = 3;
-/// Where what is got from the other rank goes.
+/// The target of gets from the other rank.
 const TARGET: u32 = 4;
 const SOURCE_BYTES: usize = 2 << 20;
 /// No game takes so long.
@@ -43,9 +43,9 @@ const AHEAD: usize = 32;
 
 struct Connection {
     link: Link,
-    /// The end that sends is closed; what it had sent still comes.
+    /// The end that sends is closed; its earlier bytes still arrive.
     is_left: bool,
-    /// Nothing comes any more.
+    /// Nothing arrives any more.
     is_over: bool,
 }
 
@@ -65,7 +65,7 @@ struct End {
 }
 
 impl End {
-    /// What the link has of a request, or why there will be nothing.
+    /// The link's result for a request, or the error that prevents one.
     fn ask<T>(&self, request: usize, inside: impl FnOnce(&mut Link) -> Option<T>) -> Result<Option<T>> {
         with(self.connection, |it| match inside(&mut it.link) {
             None if it.is_over || it.is_left && request >= it.link.sends() => {
@@ -119,7 +119,7 @@ fn address<T>(memory: &[T]) -> usize {
     memory.as_ptr().expose_provenance()
 }
 
-/// What is at this address, of a rank that lives, until the game's next step.
+/// The bytes at this address of a live rank, until the game's next step.
 fn seen<'a>(address: usize, size: usize) -> &'a [u8] {
     // SAFETY: inside a rank's memory, which lives to the end of its game. Everything that writes there is on this thread.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), size) }
@@ -129,7 +129,8 @@ fn signal_at(address: usize) -> u64 {
     u64::from_ne_bytes(seen(address, 8).try_into().unwrap_or_default())
 }
 
-/// A put of a rank: from a place of the source to the place behind the put before it. With a signal, what that adds.
+/// A put of a rank: from a place of the source to the place behind the put before it. With a signal, the value that it
+/// adds.
 struct Step {
     from: usize,
     to: usize,
@@ -160,7 +161,7 @@ struct Begun {
     is_get: bool,
 }
 
-/// What a rank ends, and with it what others may do there.
+/// What a rank ends: its window, its group or its process. Other ranks can no longer operate on it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     Window,
@@ -176,9 +177,9 @@ struct Rank {
     window: Vec<u8>,
     signals: Vec<u64>,
     target: Vec<u8>,
-    /// Begun of each plan.
+    /// How many operations of each plan have begun.
     begun: [usize; RANKS],
-    /// Of each rank's plan: the puts that its signals have promised, and their sum.
+    /// For each rank's plan: the puts that its signals have promised, and their sum.
     promised: [(usize, u64); RANKS],
     open: Vec<Begun>,
     /// Where gets brought bytes from, and to.
@@ -260,7 +261,7 @@ impl World {
         rank.begun[to] += 1;
     }
 
-    /// Asks after a rank's requests, and whether its signals keep their promise.
+    /// Tests a rank's requests, and checks that its signals keep their promise.
     fn check(&mut self, which: usize) {
         let rank = &mut self.ranks[which];
         let requests = &rank.group.shared.requests;
@@ -292,7 +293,7 @@ impl World {
         }
     }
 
-    /// Plays until all is done; gives how long that took.
+    /// Plays until all operations are done. Returns how long that took.
     fn play(&mut self, mut meanwhile: impl FnMut(&mut Self, u64)) -> u64 {
         for now in 0..2_000_000 {
             meanwhile(self, now);
@@ -365,7 +366,7 @@ impl Rank {
         Self { own, group, placer, window, signals, target, begun, promised, open, got }
     }
 
-    /// As the placer's thread does when it ends.
+    /// Does the same as the placer's thread at its end.
     fn end(&mut self) {
         self.placer = None;
         let shared = &self.group.shared;
@@ -384,11 +385,11 @@ impl Drop for Rank {
     }
 }
 
-/// Every put arrives once, in whatever way; a visible signal means that all earlier puts are; every request ends.
+/// Every put arrives once, on any path. A visible signal means that all earlier puts are visible. Every request ends.
 fn a_game_of_puts_and_signals(seed: u64) {
     let mut world = World::new(seed);
     world.play(|_, _| ());
-    // What is done has been read; its signal is in place as well.
+    // The source of a finished put has been read, and its signal is in place.
     for which in 0..RANKS {
         world.check(which);
         for (from, (promised, _)) in world.ranks[which].promised.iter().enumerate() {
@@ -407,8 +408,8 @@ fn a_game_of_puts_and_signals(seed: u64) {
     assert_eq!(gpu::left(), (0, 0, 0), "streams, events and page-locked memory end with their group");
 }
 
-/// A rank ends its window, its group or its process amid puts of both. Unless it vanishes, the other rank's puts are done all the
-/// same; else they end, and that rank learns of it. After the end nothing is written there.
+/// A rank ends its window, its group or its process amid puts of both. If it ends its window or group, the other rank's puts
+/// still succeed. If its process vanishes, they end, and that rank is notified. After the end nothing is written there.
 fn a_game_with_an_end(seed: u64) {
     let mut world = World::new(seed);
     let which = world.luck.roll(RANKS as u64) as usize;
@@ -443,7 +444,7 @@ fn a_game_with_an_end(seed: u64) {
     let played = world.play(|world, now| {
         meanwhile(world, now);
     });
-    // The game may be over before the end begins, and before it has come.
+    // The game may be over before the end begins or completes.
     let mut now = played.max(at);
     let until = now + 2000;
     while !meanwhile(&mut world, now) || now < until {

@@ -7,7 +7,7 @@ use super::cuda::{Context, Driver};
 use super::wire::PIECE;
 use crate::os::error::Result;
 
-/// What all lanes of a group have together, unless it has very many or very few ranks.
+/// The bytes of all lanes of a group together, unless it has very many or very few ranks.
 const BYTES: usize = 32 << 20;
 /// Slots of a lane. With two, one can be copied while the other travels.
 const FEWEST: usize = 2;
@@ -22,10 +22,10 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// For a group of so many ranks.
+    /// The staging memory for a group of `ranks` ranks.
     ///
     /// # Errors
-    /// When there is not so much memory.
+    /// When there is not enough memory.
     pub(crate) fn new(driver: &'static Driver, context: Context, ranks: u32) -> Result<Self> {
         let lanes = 2 * ranks as usize;
         let slots = (BYTES / (lanes * PIECE)).clamp(FEWEST, MOST);
@@ -47,12 +47,12 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    /// For what goes to a rank.
+    /// The lane for bytes to a rank.
     pub(crate) fn to(rank: u32) -> Self {
         Self { number: 2 * rank as usize, free: None }
     }
 
-    /// For what comes from a rank.
+    /// The lane for bytes from a rank.
     pub(crate) fn from(rank: u32) -> Self {
         Self { number: 2 * rank as usize + 1, free: None }
     }

@@ -1,4 +1,4 @@
-//! The header of each one-sided message. What it carries follows in messages of at most [`PIECE`] bytes.
+//! The header of each one-sided message. Its bytes follow in messages of at most [`PIECE`] bytes.
 
 use crate::os::error::{Error, Result};
 
@@ -13,7 +13,7 @@ pub(crate) const LONGEST: u64 = 1 << 40;
 
 const MAGIC: [u8; 4] = *b"TWR1";
 
-/// What a message is for.
+/// The purpose of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
@@ -21,9 +21,9 @@ pub(crate) enum Kind {
     Hello = 1,
     /// Bytes for the receiver's memory follow; then the signal, if `signal` names one.
     Put = 2,
-    /// Asks for bytes of the receiver's memory.
+    /// Requests bytes of the receiver's memory.
     Get = 3,
-    /// The bytes of a get follow, none when it was refused.
+    /// The bytes of a get follow; no bytes follow when it was refused.
     Reply = 4,
     /// A put is in place, or was refused.
     Ack = 5,
@@ -38,20 +38,20 @@ pub(crate) struct Signal {
     pub region: u32,
     /// The place in it.
     pub offset: u64,
-    /// What to add.
+    /// The value to add.
     pub value: u64,
 }
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// What it is for.
+    /// The message's purpose.
     pub kind: Kind,
-    /// Whether what was asked for was refused (in an answer).
+    /// Whether the request was refused (in an answer).
     pub refused: bool,
-    /// The request of the rank that asked, which the answer repeats.
+    /// The id of the request at the requesting rank, which the answer repeats.
     pub request: u64,
-    /// The registration of the rank that is asked; 0 for none.
+    /// The registration of the rank that gets the request; 0 for none.
     pub region: u32,
     /// The place in it.
     pub offset: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// A header that says its kind alone.
+    /// A header that has only a kind.
     pub(crate) fn new(kind: Kind) -> Self {
         Self { kind, refused: false, request: 0, region: 0, offset: 0, size: 0, signal: Signal::default() }
     }
@@ -83,7 +83,7 @@ impl Header {
         bytes
     }
 
-    /// Reads what has come.
+    /// Reads a received header.
     ///
     /// # Errors
     /// When it is no header.
@@ -108,7 +108,7 @@ impl Header {
     }
 }
 
-/// What ends a connection whose peer breaks the protocol.
+/// The error that ends a connection whose peer breaks the protocol.
 pub(crate) fn not_ours() -> Error {
     Error::remote("the peer sent a one-sided message that this version does not know")
         .with_hint("use the same version of Towline on all hosts")

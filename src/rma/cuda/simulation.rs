@@ -1,4 +1,5 @@
-//! A driver without a GPU: "its" memory is the host's, and what is given to a stream happens late. Each thread has its own.
+//! A driver without a GPU: "its" memory is the host's, and a stream carries out its operations late. Each thread has its
+//! own.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::RefCell;
@@ -18,17 +19,17 @@ enum Op {
 struct Gpu {
     /// How often the primary context was retained and not released, and how often it was retained.
     retained: (usize, usize),
-    /// The streams that were made and not ended, and what each has to do.
+    /// The streams that were made and not ended, each with its pending operations.
     streams: HashMap<usize, VecDeque<Op>>,
-    /// The events that were made and not ended, each with the stream that has not come to it.
+    /// The events that were made and not ended, each with the stream that has not reached it.
     events: HashMap<usize, Option<usize>>,
     blocks: HashMap<usize, Layout>,
     names: usize,
-    /// So many events can be made.
+    /// How many more events can be made.
     events_left: usize,
-    /// So many events can be recorded.
+    /// How many more events can be recorded.
     records_left: usize,
-    /// How many of eight questions after an event that has not happened find it so.
+    /// How many of eight queries of an event that has not happened report that.
     late: u64,
     random: u64,
 }
@@ -54,12 +55,13 @@ impl Gpu {
         (self.random >> 32) % 8 < self.late
     }
 
-    /// Does what is in a stream up to this event, or all.
+    /// Carries out the operations of a stream up to this event, or all.
     fn come_to(&mut self, stream: usize, event: Option<usize>) {
         let ops = self.streams.get_mut(&stream).expect("a stream");
         while let Some(op) = ops.pop_front() {
             match op {
-                // SAFETY: Towline's promise to the driver: both places are valid until what follows has happened.
+                // SAFETY: Towline's promise to the driver: both places are valid until the following event has
+                // happened.
                 Op::Copy { to, from, size } => unsafe {
                     std::ptr::copy::<u8>(
                         std::ptr::with_exposed_provenance(from),
@@ -70,7 +72,7 @@ impl Gpu {
                 // SAFETY: as above, a multiple of 8.
                 Op::Write { to, value } => unsafe { *std::ptr::with_exposed_provenance_mut::<u64>(to) = value },
                 Op::Event(passed) => {
-                    // One that was recorded anew since stands elsewhere.
+                    // An event that was recorded again since has another place.
                     if !ops.iter().any(|op| matches!(op, Op::Event(again) if *again == passed)) {
                         self.events.insert(passed, None);
                     }
@@ -83,19 +85,19 @@ impl Gpu {
     }
 }
 
-/// Begins anew on this thread: `late` of eight questions after an event find that it has not happened.
+/// Starts again on this thread: `late` of eight queries of an event report that it has not happened.
 pub(crate) fn begin(seed: u64, late: u64) {
     with(|gpu| {
         *gpu = Gpu { random: seed | 1, late, events_left: usize::MAX, records_left: usize::MAX, ..Gpu::default() }
     });
 }
 
-/// So many events can be recorded from now on.
+/// From now on `left` events can be recorded.
 pub(crate) fn records(left: usize) {
     with(|gpu| gpu.records_left = left);
 }
 
-/// How many things the streams have to do.
+/// How many operations of the streams are pending.
 pub(crate) fn waiting() -> usize {
     with(|gpu| gpu.streams.values().map(VecDeque::len).sum())
 }
@@ -287,7 +289,7 @@ pub(crate) fn driver() -> &'static Driver {
     DRIVER.with(|driver| *driver)
 }
 
-/// So a context that is made anew, after `cudaDeviceReset`, is found.
+/// This finds a context that is made again after `cudaDeviceReset`.
 #[test]
 fn a_gpu_is_left_to_its_owner() {
     begin(1, 0);

@@ -12,14 +12,14 @@ use super::super::registry::Region;
 use super::super::wire::HEADER;
 use super::*;
 
-/// A rank that says what a test has it say, and takes nothing until the test lets it.
+/// A rank that sends what a test specifies, and accepts nothing until the test allows it.
 #[derive(Clone, Default)]
 struct Fake {
     takes: Arc<AtomicBool>,
     says: Arc<Mutex<VecDeque<Header>>>,
-    /// Where the header that it says next belongs.
+    /// The place for the header that it sends next.
     place: Option<usize>,
-    /// What it was sent: of each header its kind.
+    /// The kinds of the headers that it received.
     sent: Arc<Mutex<Vec<u8>>>,
     /// How the connection from it has failed.
     failure: Arc<Mutex<Option<Error>>>,
@@ -100,7 +100,7 @@ impl Rank {
         is_done
     }
 
-    /// Has turns for this long.
+    /// Runs the placer's turns for this long.
     fn go_on(&mut self, time: Duration) {
         let start = Instant::now();
         while start.elapsed() < time {
@@ -157,7 +157,7 @@ fn a_rank_that_never_lets_go_of_memory_is_ended_and_the_log_says_so() {
     rank.placer.turn();
     assert!(given_back.try_recv().is_err());
     for _ in 0..8 {
-        // The connection takes them. That is no sign of the other rank.
+        // The connection accepts them. That proves nothing about the other rank.
         rank.put(2);
         rank.go_on(PATIENCE / 8);
     }
@@ -168,7 +168,7 @@ fn a_rank_that_never_lets_go_of_memory_is_ended_and_the_log_says_so() {
     assert!(!error.report_once(), "it has been said");
 }
 
-/// A message that ends in the call that sends it was copied, also where the rank is stopped.
+/// A message that ends in the call that sends it was copied, even if the rank is stopped.
 #[test]
 fn what_a_connection_copies_is_no_sign_of_the_rank() {
     let mut rank = Rank::new(LONG, Fake::default());
@@ -204,7 +204,7 @@ fn what_follows_a_dropped_put_goes_nowhere_and_fails_nothing() {
     rank.go_on(MOMENT);
     assert!(later.into_iter().chain([last]).all(|put| rank.test(put).unwrap()), "nor for those from other windows");
     assert!(rank.sent().is_empty(), "a signal of theirs would promise what was dropped");
-    // What is not a put goes on.
+    // Operations other than puts continue.
     let to = Place { region: 3, offset: 0, size: 8 };
     let get = rank.group.get(1, to, to).unwrap();
     rank.go_on(MOMENT);
@@ -212,7 +212,7 @@ fn what_follows_a_dropped_put_goes_nowhere_and_fails_nothing() {
     assert_eq!(rank.sent(), [Kind::Get as u8]);
 }
 
-/// Its signal has been written, and the placer does not know that yet.
+/// The signal has been written, but the placer does not know that yet.
 #[test]
 fn a_goodbye_comes_behind_the_answers_that_are_owed() {
     gpu::begin(1, 0);
@@ -277,7 +277,7 @@ fn a_rank_that_goes_fails_what_was_under_way_and_what_comes_later() {
     }
 }
 
-/// Such a rank may have a stream that waits for its signal, and no request that fails.
+/// This rank may have a stream that waits for the other rank's signal, and no request that fails.
 #[test]
 fn a_rank_that_outlives_another_is_warned_unless_one_of_them_closes() {
     type Then = fn(&mut Rank);
@@ -329,7 +329,7 @@ fn a_goodbye_is_waited_for_when_nothing_can_be_sent() {
     }
 }
 
-/// A wrong message is a failure, also where nothing is under way.
+/// A wrong message is a failure, even if nothing is under way.
 #[test]
 fn a_rank_that_breaks_the_protocol_has_failed() {
     let mut rank = Rank::new(LONG, Fake::default());
