@@ -54,7 +54,7 @@ impl Timeline {
         }
     }
 
-    /// The time at `ticks`; before the first and after the last reading the nearest line goes on.
+    /// The time at `ticks`; before the first and after the last reading the nearest line is extended.
     pub(super) fn nanoseconds(&self, ticks: u64) -> u64 {
         let last = self.readings.len() - 1;
         let after = self.readings.partition_point(|reading| reading.0 <= ticks).clamp(1, last.max(1));

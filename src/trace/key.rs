@@ -1,9 +1,9 @@
 //! The contexts and event handles that NCCL keeps for us: numbers, not pointers.
 //!
 //! NCCL passes them back at any time: after an abort, from a thread that missed a `finalize`, even from another
-//! process's memory (a ProxyOp that NCCL proxies for a neighbour carries the neighbour's context and parents). A
-//! number cannot dangle. Each carries a *stamp* drawn at random per process, so that another process's key is
-//! recognised even where process ids mean nothing (two containers, each with its pid 1).
+//! process's memory. The last happens when a ProxyOp that NCCL proxies for a neighbour carries the neighbour's context
+//! and parents. A number cannot dangle. Each carries a *stamp* drawn at random per process, so that another process's
+//! key is recognised even where process ids mean nothing (two containers, each with its pid 1).
 
 use super::place::{POSITION_BITS, Place, SHARDS};
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! The writer also keeps the last calls and the open operations ([`tracker`]), which the service reports ([`live`]) to
-//! `towline why`; [`verdict`] finds the rank that holds the job up, there and in `towline trace report`.
+//! `towline why`. [`verdict`] finds the rank that holds the job up, there and in `towline trace report`.
 //!
 //! Guarantees: with `TOWLINE_STATUS=0` and without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN`, nothing is made and
 //! NCCL's event mask is 0. On NCCL's threads there is no lock, no allocation and no system call; memory is bounded;

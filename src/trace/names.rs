@@ -51,8 +51,8 @@ static RECENT: [AtomicU64; RECENTS] = [const { AtomicU64::new(0) }; RECENTS];
 
 struct Table([Entry; ENTRIES]);
 
-// SAFETY: `length` and `text` are written only by the thread that moved `state` from EMPTY to `writing`, and read only
-// after `state` was seen READY (Acquire), which that thread stored (Release) after writing; they never change again.
+// SAFETY: only the thread that moved `state` from EMPTY to `writing` writes `length` and `text`. They are read only
+// after `state` was seen READY (Acquire), which that thread stored (Release) after writing. They never change again.
 unsafe impl Sync for Table {}
 
 static TABLE: Table = Table(

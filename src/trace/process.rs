@@ -47,7 +47,7 @@ impl Drops {
 pub(super) struct Profiler {
     pub(super) stamp: Stamp,
     pub(super) settings: Settings,
-    /// NCCL reports proxy steps only because we ask for the events below them. Those are counted by the operations
+    /// NCCL reports proxy steps only because we request the events below them. Those are counted by the operations
     /// above, so steps are not recorded.
     pub(super) skips_steps: bool,
     pub(super) ring: Ring,

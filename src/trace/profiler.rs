@@ -4,9 +4,9 @@
 //! [`Record`] and push it into the ring; no lock, no allocation, no system call. [`init`] and [`finalize`] run once
 //! per communicator, on user threads, and may do both.
 //!
-//! One `Profiler` serves the process, for all of its communicators and threads; the interface does not say which
-//! of them are alive, so it is made at the first `init` that asks for it and never freed: a late call can never meet
-//! freed memory. In a forked child there is none until the child's own `init`.
+//! One `Profiler` serves the process, for all of its communicators and threads. The interface does not report which of
+//! them are alive. So it is made at the first `init` that requests it and never freed: a late call can never meet freed
+//! memory. In a forked child there is none until the child's own `init`.
 //!
 //! After the last communicator's `finalize` everything is on disk when that call returns. A process that exits
 //! without `finalize`, as most training jobs do, is served by an exit handler.
@@ -93,8 +93,8 @@ struct Call {
 impl Call {
     /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if a time after that is known.
     ///
-    /// A shard's records keep their order whatever their times say ([`super::writer`]), so only what follows upon a record
-    /// in another shard needs a time that is certain to come after that one's.
+    /// A shard's records keep their order whatever their times are ([`super::writer`]). So only a record that follows from
+    /// one in another shard needs a time that is certainly later than that one's.
     #[inline]
     fn this(cause: u64, now: Option<u64>) -> Self {
         let thread = thread();

@@ -4,9 +4,9 @@
 //! its thread pointer hashes to, so two threads seldom meet and a thread's own records stay in order. Nothing is
 //! registered per thread and nothing is freed at a thread's end: communicators and their threads may come and go.
 //!
-//! Guarantees: [`Ring::push`] never waits for another thread (a producer that was interrupted between claiming a slot and
-//! filling it delays the consumer, not other producers); a full shard refuses, and refuses starts first, so that the
-//! stops of events already begun still find room. A record's place is unique for ever and serves as the event's id.
+//! Guarantees: [`Ring::push`] never waits for another thread. A producer that was interrupted between claiming a slot and
+//! filling it delays the consumer, not other producers. A full shard refuses, and refuses starts first, so that the stops
+//! of events already begun still find room. A record's place is unique for ever and serves as the event's id.
 //!
 //! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`.
 
@@ -135,7 +135,7 @@ impl Ring {
     /// Fills a slot.
     ///
     /// # Safety
-    /// [`Ring::claim`] gave the place to the caller, who fills it once.
+    /// [`Ring::claim`] gave the place to the caller, which fills it once.
     #[inline]
     unsafe fn fill(&self, place: Place, record: Record) {
         let slots = &self.shards[place.shard].slots;
@@ -182,8 +182,8 @@ impl Drain {
     }
 
     /// Passes all records to `take`, with their shard and in its order. Returns a time up to which no record is missing
-    /// that has a successor here: if a record caused another (a parent's start returned before the child's began) and
-    /// the later one is not after that time, both are there.
+    /// that has a successor here. Assume that a record caused another, because a parent's start returned before the
+    /// child's began. If the later one is not after that time, both are there.
     ///
     /// `now` is the time before the call.
     pub(crate) fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {
@@ -196,8 +196,8 @@ impl Drain {
                 if slot.lap.load(Ordering::Acquire) != lap + 1 {
                     break;
                 }
-                // SAFETY: the lap says that the producer has finished writing, and no other will touch the slot
-                // before the store below.
+                // SAFETY: the lap shows that the producer has finished writing, and no other will touch the slot before
+                // the store below.
                 take(index, unsafe { slot.read() });
                 slot.lap.store(lap + 2, Ordering::Release);
                 position += 1;

@@ -93,7 +93,7 @@ impl Settings {
             }
         }
         let ours = trace || summary || metrics;
-        // A second profiler gets the events that it asks for, and none that NCCL reports only for the status.
+        // A second profiler gets the events that it requests, and none that NCCL reports only for the status.
         let status = config.status.unwrap_or(chain.is_none() || config.state_dir.is_some());
         if !ours && !status && chain.is_none() {
             return (None, complaints);

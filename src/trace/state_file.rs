@@ -38,7 +38,7 @@ pub(super) fn keep(path: &Path, requests: &Sender<Request>) {
     }
 }
 
-/// Renews the file, or removes it while there is nothing to say.
+/// Renews the file, or removes it while there is nothing to report.
 fn renew(path: &Path, requests: &Sender<Request>) {
     // Another thread may hold it when the process ends; in a child that was forked while its parent wrote, for ever.
     let Ok(mut kept) = STATE.try_lock() else { return };

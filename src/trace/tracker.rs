@@ -1,7 +1,7 @@
 //! A process's last calls and open operations, from the records of the profiler.
 //!
 //! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
-//! stopped and its last operation has ended: NCCL's own stop says only that it is enqueued.
+//! stopped and its last operation has ended: NCCL's own stop means only that it is enqueued.
 //!
 //! Its size is bounded: by [`Tracker::new`]'s number of collectives and of transfers per communicator, and by 65,536 operations and steps.
 

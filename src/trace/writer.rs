@@ -4,9 +4,9 @@
 //! otherwise. Whatever it does, NCCL's threads do not wait for it; when it falls behind they drop, and count.
 //!
 //! Order: records carry the times of their calls. Each round takes the records in the ring, sorts them, and applies
-//! those that are not newer than a time before the round. [`Drain::drain`] says why a parent then comes before its
-//! children. A record is never earlier than the one before it in its shard: the times of a thread's own calls may be
-//! out of order by what the processor does ahead ([`Ticks::now`](crate::os::ticks::Ticks::now)), its records are not.
+//! those that are not newer than a time before the round. [`Drain::drain`] explains why a parent then comes before its
+//! children. A record is never earlier than the one before it in its shard. The processor's reordering may put the
+//! times of a thread's own calls out of order ([`Ticks::now`](crate::os::ticks::Ticks::now)), but not its records.
 //!
 //! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 
@@ -113,7 +113,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// The writer of `profiler`. Opens its outputs; reports those that cannot be opened, and goes on without them.
+    /// The writer of `profiler`. Opens its outputs; reports those that cannot be opened, and continues without them.
     pub(super) fn new(profiler: &'static Profiler, inbox: Receiver<Request>, requests: Sender<Request>) -> Self {
         let settings = &profiler.settings;
         let stem = format!("towline-{}-{}", host(), std::process::id());
@@ -148,7 +148,7 @@ impl Writer {
         let labels = Labels::of_process(&pid);
         let listen = (settings.listen, settings.remote.as_ref(), labels.local_rank);
         let (service, complaints) = Service::open(settings.control.clone(), listen, requests.clone());
-        // The user did not ask for sockets that serve the status alone, unless over TCP.
+        // The user did not request sockets that serve the status alone, unless over TCP.
         let level = if settings.is_asked_for() || settings.remote.is_some() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
         if let Some(service) = service
@@ -201,8 +201,8 @@ impl Writer {
                     Err(RecvTimeoutError::Disconnected) => return,
                 }
             };
-            // A panic here would end the profiling of a job that is otherwise well; the state behind it is lost, but
-            // the process goes on and NCCL's threads only see a ring that fills.
+            // A panic here would end the profiling of a job that is otherwise healthy. The state behind it is lost, but
+            // the process continues and NCCL's threads only see a ring that fills.
             self.round();
             match request {
                 None | Some(Request::Wake) => {}
@@ -505,7 +505,7 @@ impl Writer {
             }
         }
         let drops = &self.profiler.drops;
-        // Where the user did not ask for figures, `towline why` reports it.
+        // If the user did not request figures, `towline why` reports it.
         if drops.total() > 0 && self.profiler.settings.is_asked_for() {
             say(
                 Level::Warn,
@@ -529,7 +529,7 @@ impl Writer {
         }
         if let Some(trace) = &mut self.trace {
             let lost = trace.file().lost();
-            // Where writing failed, that was said.
+            // A failure to write was already reported.
             if lost > 0 && !self.complained {
                 let what = format!(
                     "the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT, ulimit -f)"

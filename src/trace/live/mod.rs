@@ -133,7 +133,7 @@ pub(crate) struct State {
     /// the state of an older release.
     #[serde(default)]
     pub stamp: u64,
-    /// The process's rank in the job, if its launcher says it.
+    /// The process's rank in the job, if its launcher provides it.
     #[serde(default)]
     pub rank: Option<i32>,
     /// Grows with each state: a process whose number stands still has no heartbeat.
@@ -310,7 +310,7 @@ impl State {
     /// From JSON.
     ///
     /// # Errors
-    /// When it is none, or says what cannot be true.
+    /// When it is none, or contains impossible values.
     pub(crate) fn read(bytes: &[u8]) -> io::Result<Self> {
         let invalid = |text| io::Error::new(io::ErrorKind::InvalidData, text);
         let state: Self = serde_json::from_slice(bytes).map_err(|error| {

@@ -39,7 +39,7 @@ pub(crate) struct Figures<'a> {
     pub oldest_open: Option<&'a BTreeMap<String, f64>>,
     /// Whether each peer gets series of its own.
     pub peers: bool,
-    /// Whether the process goes on.
+    /// Whether the process continues.
     pub up: bool,
 }
 

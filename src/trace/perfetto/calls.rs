@@ -1,9 +1,9 @@
 //! Collectives and point-to-point operations in the trace: from the start of enqueueing to the end of the last child.
 //!
-//! NCCL's stop for them says only that they are enqueued; their operations begin later, on the proxy thread, and
-//! nothing announces how many. So a call counts as complete when it was stopped, none of its children is open, and
-//! none has come for a while ([`GRACE_NS`]). Its slice is written then, with an arrow to each of its operations; a
-//! call that takes longer than [`EARLY_NS`] gets its begin at once, so that the trace of a job that hangs shows it.
+//! NCCL's stop for them means only that they are enqueued; their operations begin later, on the proxy thread, and
+//! nothing announces how many. So a call counts as complete when it was stopped, none of its children is open, and none
+//! has come for a while ([`GRACE_NS`]). Its slice is written then, with an arrow to each of its operations. A call that
+//! takes longer than [`EARLY_NS`] gets its begin at once, so that the trace of a job that hangs shows it.
 
 use std::collections::VecDeque;
 
@@ -21,7 +21,7 @@ const EARLY_NS: u64 = 1_000_000_000;
 /// Arrows drawn from one call; more would not be readable, and a packet must fit into a page.
 const ARROWS: usize = 128;
 
-/// Calls that are kept after they were written: the proxy thread of a host with too few processors comes late, and
+/// Calls that are kept after they were written. The proxy thread of a host with too few processors comes late, and
 /// operations that a CUDA graph replays belong to a call of long ago. Their operations get its name, and its slice is
 /// not made longer.
 const KEPT: usize = 4096;

@@ -25,7 +25,7 @@ pub struct ProcessInfo {
     pub boot: u64,
     /// The process id.
     pub pid: i32,
-    /// Its rank in the job, if the launcher says it.
+    /// Its rank in the job, if the launcher provides it.
     pub rank: Option<i32>,
     /// How far the wall clock was ahead of the monotonic one.
     pub wall_offset: i64,

@@ -28,8 +28,8 @@ use Value::{Address, Bool, Int, Pointer, Text, Uint};
 /// Where a NetPlugin event's descriptor came from.
 const SOURCE: &str = "source";
 
-/// How long a part is. Not "length": Perfetto's own page takes a set of values with that name among them for a list, and
-/// shows an error in place of the slice (seen with its version 20).
+/// How long a part is. Not "length": Perfetto's own page treats a set of values with that name among them as a list. It
+/// then shows an error in place of the slice (seen with its version 20).
 const LENGTH: &str = "bytes";
 
 /// Puts out the fields of a start, in the order to be shown.

@@ -1,7 +1,7 @@
 //! A trace file that is whole at every moment, also when the process is killed in the middle of a write.
 //!
 //! A trace is a sequence of packets, each with its length in front. The kernel copies a `write` into a file page by
-//! page and a killed process can stop between two pages. So no packet crosses a page boundary of the file: where the
+//! page and a killed process can stop between two pages. So no packet crosses a page boundary of the file. Where the
 //! next one does not fit, the rest of the page is filled with empty packets, which every reader skips.
 
 use std::fs::{File, OpenOptions};
@@ -58,7 +58,7 @@ pub(crate) struct TraceFile {
     may_turn: bool,
     /// How often it has done so.
     turns: u64,
-    /// Older parts were removed for want of room on the disk, and nothing in this file says so yet.
+    /// Older parts were removed for lack of room on the disk, and this file does not record that yet.
     made_room: bool,
     /// The remaining room of the file: one packet that marks its end.
     last_words: LastWords,
@@ -108,7 +108,7 @@ impl TraceFile {
     }
 
     /// Continues in a new file. The old one stays beside it as `….earlier.pftrace`, in place of the part before it: the
-    /// newest part of a trace is kept, of at least half the limit. Where that fails, the file goes on to its limit.
+    /// newest part of a trace is kept, of at least half the limit. If that fails, the file grows to its limit.
     ///
     /// # Errors
     /// Those of the file system.

@@ -3,8 +3,8 @@
 //! Field numbers are those of Perfetto's `trace_packet.proto`, `track_event.proto`, `track_descriptor.proto`,
 //! `interned_data.proto` and `debug_annotation.proto`. prost's derive turns these structures into encoder and decoder
 //! without a schema compiler at build time. Perfetto's own crate (`perfetto-sdk`) wraps its C++ tracing service, which
-//! is far more than a file needs and would be one more library to load; Chrome's JSON has no counters per track, no
-//! interned names (traces five times as large) and is not whole when the process is killed.
+//! is far more than a file needs and would be one more library to load. Chrome's JSON has no counters per track and no
+//! interned names (traces five times as large), and is not whole when the process is killed.
 //!
 //! Unknown fields are skipped on reading, as protobuf has it.
 

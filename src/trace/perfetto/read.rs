@@ -50,7 +50,7 @@ pub struct Process {
     pub turns: u64,
     /// The process's track, which no other process has.
     pub track: u64,
-    /// Records of the file before, said again: their events were open when this file began.
+    /// Repeated records of the previous file: their events were open when this file began.
     pub again: Vec<Record>,
 }
 
@@ -258,7 +258,7 @@ impl Reader {
     }
 
     fn begin(&mut self, track: u64, when: u64, category: Option<&str>, name: &str, fields: &Fields, flows: &[u64]) {
-        // An event of the file before goes on.
+        // An event of the previous file continues.
         let is_again = fields.has(BEGAN_BEFORE);
         let when = when.saturating_sub(fields.uint(BEGAN_BEFORE));
         if is_again {

@@ -16,8 +16,9 @@
 //! └─ counters per rail
 //! ```
 //!
-//! Slices of one track must nest. Things that overlap (the steps of one operation, say) get one track each, of the
-//! same name under the same parent, which Perfetto draws as one; such a set is a *group* and its members *lanes*.
+//! Slices of one track must nest. Things that overlap, such as the steps of one operation, get one track each, of the
+//! same name under the same parent. Perfetto draws these tracks as one. Such a set is a *group* and its members
+//! *lanes*.
 
 use super::super::hash::QuickMap;
 use super::packets::Packets;

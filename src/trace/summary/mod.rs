@@ -1,7 +1,7 @@
 //! The figures: what was called, how long it took, and where the time went.
 //!
 //! A [`Summary`] takes records in causal order, live in the writer's thread or read back from a trace, and keeps sums
-//! and histograms: its size depends on how many communicators, peers and rails there are, not on how long the job runs.
+//! and histograms. Its size depends on how many communicators, peers and rails there are, not on how long the job runs.
 //!
 //! NCCL's states show where a step's time went and, for the wire, the transport's own measurements:
 //!

@@ -86,7 +86,7 @@ pub(super) fn findings(comms: &Communicators) -> Vec<Finding> {
 enum Start {
     Nothing,
     Spots(Vec<Spot>),
-    /// What can be said without anything being stuck.
+    /// The answer when nothing is stuck.
     Verdict(Verdict),
 }
 

@@ -87,7 +87,7 @@ impl Job {
         comm.members.insert(info.rank, member);
     }
 
-    /// So many processes were asked for a report and gave none.
+    /// How many processes were queried and gave no report.
     pub(crate) fn add_unanswered(&mut self, count: usize) {
         self.unanswered += count;
     }
@@ -121,7 +121,7 @@ impl Job {
     /// What the job waits for: nothing when no communicator stands still.
     pub(crate) fn findings(mut self) -> Vec<Finding> {
         let lost = self.lost();
-        // Else more processes are unseen than were asked: some may be healthy, of a host that was not.
+        // Otherwise more processes are unseen than were queried: some may be healthy, on a host that was not queried.
         let are_all_known = self.comms.values().all(|comm| comm.unseen().len() <= self.unanswered);
         for (&id, comm) in &mut self.comms {
             if are_all_known {

@@ -1,18 +1,18 @@
 //! Which rank holds a job up, from what every rank last did.
 //!
-//! The input is plain: for each rank of a communicator its calls in the order in which they were enqueued, what its
-//! open calls wait for, and when it was last heard of. The answer is the first of these that applies, since each
-//! explains those behind it:
+//! The input is plain. For each rank of a communicator it has the rank's calls in the order in which they were
+//! enqueued, what its open calls wait for, and when it last reported. The answer is the first of these that applies,
+//! since each explains those behind it:
 //!
 //! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
 //! 2. a rank that has not entered the call in which the others wait, or has entered another one instead or before;
 //! 3. a rank that entered it with other arguments;
-//! 4. the end of the chain of waits: a transfer that does not finish, a rank that waits for its own GPU, or bytes that one
+//! 4. the end of the chain of waits. That is an unfinished transfer, a rank that waits for its own GPU, or bytes that one
 //!    end of a connection has sent and the other has not received;
-//! 5. a rank of which nothing is known since its process was asked and does not answer.
+//! 5. a rank without data, because its process was queried and does not answer.
 //!
-//! A rank that holds one communicator up because it waits in another one is no answer: [`graph`] goes on to that one, and
-//! finds the rank that holds up all of them, or a circle of communicators.
+//! A rank that holds one communicator up because it waits in another one is no answer. [`graph`] continues with that one,
+//! and finds the rank that holds up all of them, or a circle of communicators.
 //!
 //! It must not know where the input comes from.
 
@@ -53,7 +53,7 @@ pub(crate) struct Arguments {
     pub root: i32,
 }
 
-/// Which call of a communicator: NCCL numbers the collectives of each function, alike on all ranks; a send or a receive is
+/// Which call of a communicator. NCCL numbers the collectives of each function, alike on all ranks. A send or a receive is
 /// numbered here among those of its rank with that peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
@@ -149,7 +149,7 @@ pub(crate) struct Wait {
     pub since: u64,
 }
 
-/// When events of a process last found no room, by what they would have told.
+/// When events of a process last found no room, by the kind of event.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Gaps {
     /// That a call was entered.
@@ -416,7 +416,7 @@ pub(crate) struct Verdict {
     pub cause: Cause,
     /// Ranks of which nothing is known.
     pub unseen: Vec<i32>,
-    /// Ranks of which events are missing that may say otherwise.
+    /// Ranks with missing events that may prove the contrary.
     pub gaps: Vec<i32>,
 }
 

@@ -92,16 +92,16 @@ fn a_process_that_does_not_answer_is_named_where_nothing_else_explains_the_wait(
         "{text}"
     );
     assert_eq!((found.verdict.kind(), found.named()[0].member.as_ref().map(|it| it.pid)), ("silent", Some(100)));
-    // Its rank may be on a host that was not asked; or it is one of several, of which some are.
+    // Its rank may be on a host that was not queried; or it is one of several, of which some are.
     assert!(job(0, &|_, _| {}).named().is_empty());
-    // Two processes do not answer, so the connections do not tell which one this is.
+    // Two processes do not answer, so the connections do not show which one this is.
     let found = job(2, &|_, _| {});
     assert!(
         found.sentence().ends_with("; rank 0 does not answer: it was stopped or killed, or gets no processor"),
         "{}",
         found.sentence()
     );
-    // Another communicator shows that more are unseen than were asked: rank 0 may be healthy.
+    // Another communicator shows that more are unseen than were queried: rank 0 may be healthy.
     let mut larger = make(1, &|_, _| {});
     let info = CommInfo { id: 8, name: "world".into(), ranks: 8, rank: 1, ..CommInfo::default() };
     larger.add(&place(1), &info, Told { until: 51 * S, ..Told::default() });
@@ -268,7 +268,7 @@ fn a_call_whose_end_was_dropped_holds_nobody_up() {
     assert!(judge(&comm).is_some());
     member(&mut comm, 1).gaps.ends = Some(10 * S);
     assert_eq!(judge(&comm), None);
-    // With nothing behind it, it cannot be told.
+    // With nothing behind it, it cannot be determined.
     for rank in 0..3 {
         member(&mut comm, rank).calls.pop();
     }

@@ -206,8 +206,8 @@ impl Communicator {
         text
     }
 
-    /// The connection by which a rank sends to another or receives from it, as far as that is known: where nothing is known of
-    /// the other, the first, if all of that direction have the same interfaces.
+    /// The connection by which a rank sends to another or receives from it, as far as that is known. Where nothing is known of
+    /// the other, it is the first, if all of that direction have the same interfaces.
     pub(super) fn route(&self, own: i32, other: i32, send: bool) -> Option<&Route> {
         let own = self.members.get(&own)?;
         let mut routes = own.routes.iter().filter(|route| route.send == send);

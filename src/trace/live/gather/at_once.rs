@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-/// Processes that are asked at the same time.
+/// Processes that are queried at the same time.
 const AT_ONCE: usize = 128;
 
 /// The answers of `asked` until the deadline, in their order; None for a process that gives none.
 ///
-/// A thread that still waits for an answer then is left to its own time limit: a name server, or a socket whose process is
-/// stopped, may keep it for longer than the user is to wait.
+/// A thread that still waits for an answer then is left to its own time limit. A name server, or a socket whose process is
+/// stopped, may delay it for longer than the user is to wait.
 pub(crate) fn ask<Q, A>(
     asked: Vec<Q>,
     deadline: Instant,
