@@ -1,7 +1,7 @@
 //! The program's child processes: itself again, with a hidden subcommand and a socket to talk through.
 //!
-//! Guarantees: a child dies with its parent, however that ends; a parent that drops a [`Child`] leaves no process
-//! behind; what a child's plugin prints to standard output goes to standard error, so that tables stay clean.
+//! Guarantees: a child dies with its parent, however the parent ends. A parent that drops a [`Child`] leaves no process
+//! behind. Text that a child's plugin prints to standard output goes to standard error, so that tables stay clean.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -93,8 +93,9 @@ pub(crate) fn describe(ending: ExitStatus) -> String {
     }
 }
 
-/// The first call of a child: it dies with its parent, and SIGPIPE kills it, as it kills the programs that use NCCL
-/// (Rust programs ignore SIGPIPE, which would hide a plugin that raises it). Returns the channel to the parent.
+/// The first call of a child. It makes the child die with its parent. It also makes SIGPIPE kill the child, as it kills
+/// the programs that use NCCL (Rust programs ignore SIGPIPE, which would hide a plugin that raises it). Returns the
+/// channel to the parent.
 pub(crate) fn channel_to_parent() -> Result<Channel> {
     // SAFETY: neither call touches memory, and no handler is replaced but the default.
     unsafe {

@@ -1,6 +1,6 @@
 //! CUDA's driver interface, as far as buffers in GPU memory need it.
 //!
-//! The library is opened when `--gpu` asks for it, so that nothing depends on it. Names, types and numbers are those of
+//! The library is opened only with `--gpu`, so that nothing depends on it. Names, types and numbers are those of
 //! NVIDIA's documentation of the CUDA driver API.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};

@@ -56,7 +56,7 @@ impl Place {
     /// heartbeat.
     ///
     /// # Errors
-    /// When the directory cannot be read, or hosts are to be asked and there is no key.
+    /// When the directory cannot be read, or hosts are to be queried and there is no key.
     pub(crate) fn processes(&self) -> Result<Found> {
         if !self.host.is_empty() {
             return hosts::ask(&self.host);

@@ -1,8 +1,8 @@
 //! The command-line program: measures and checks the plugin, or any other, through the C interface.
 //!
-//! What belongs where: a file per subcommand and its parts below it; [`ring`] is the all-reduce algorithm,
-//! [`host_link`] carries it through a plugin; [`channel`] and [`children`] connect the program's own processes;
-//! the rest is for output. Nothing here touches the transport: it is reached through [`crate::host`] alone.
+//! The layout: a file per subcommand and its parts below it. [`ring`] is the all-reduce algorithm, and [`host_link`]
+//! carries it through a plugin. [`channel`] and [`children`] connect the program's own processes. The rest is for
+//! output. Nothing here touches the transport: it is reached through [`crate::host`] alone.
 
 mod all_reduce;
 mod buffer;
@@ -49,7 +49,7 @@ pub(crate) enum Verdict {
     WrongData,
     /// The doctor found problems, or `why` a rank that holds the job up.
     Problems,
-    /// `why` cannot tell.
+    /// `why` cannot determine the answer.
     Unclear,
 }
 

@@ -1,4 +1,4 @@
-//! The options that say which plugin to open, shared by the subcommands that open one.
+//! The options that select the plugin to open, shared by the subcommands that open one.
 
 use std::path::{Path, PathBuf};
 

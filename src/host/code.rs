@@ -1,7 +1,7 @@
 //! What a plugin answered when it did not answer success.
 //!
-//! Guarantees: every value that is not `ncclSuccess` becomes exactly one [`Code`], and the failures that arise
-//! in the host itself (no such entry, no answer in time, memory overrun) cannot be mistaken for one.
+//! Guarantees: every value that is not `ncclSuccess` becomes exactly one [`Code`]. The failures that arise in the host
+//! itself (no such entry, no answer in time, memory overrun) cannot be mistaken for one.
 
 use std::fmt;
 

@@ -1,9 +1,9 @@
 //! Listeners, connections, registrations and requests.
 //!
 //! Guarantees: each object is closed once, by [`SendComm::close`] and its like or when its last user is dropped;
-//! registrations end before the connection they belong to. What the host cannot check stays in the caller's hands:
-//! the memory of a transfer must live until `test` says that it is done or the connection is closed, which is why the
-//! posting calls are `unsafe`. Everything else is as safe as the plugin is.
+//! registrations end before the connection they belong to. The caller is responsible for conditions that the host
+//! cannot check. The memory of a transfer must live until `test` reports that it is done or the connection is closed,
+//! which is why the posting calls are `unsafe`. Everything else is as safe as the plugin is.
 
 use std::ffi::{c_int, c_void};
 use std::ops::Deref;

@@ -100,8 +100,8 @@ impl Plugin {
     pub fn open(file: impl AsRef<Path>) -> Result<Self> {
         let file = file.as_ref();
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
-        // SAFETY: opening a library runs its initialisers. That is what the person who named the file asked for; as
-        // with NCCL, a file that is no sane plugin can do anything.
+        // SAFETY: opening a library runs its initialisers. The user that named the file requested that; as with NCCL, a
+        // file that is no sane plugin can do anything.
         let library = unsafe { libloading::os::unix::Library::open(Some(file), flags) }.map_err(|error| {
             Error::argument(format!("the plugin {} cannot be opened: {error}", file.display()))
                 .with_hint("name a shared library with --plugin, or put one on LD_LIBRARY_PATH")
@@ -109,8 +109,8 @@ impl Plugin {
         Ok(Self(Arc::new(Inner { library: library.into(), file: file.to_owned() })))
     }
 
-    /// Opens the plugin that lies nearest: `libnccl-net.so` beside the running program or (for a test program) in
-    /// the directory above it, else the one that the dynamic loader finds, as NCCL would.
+    /// Opens the nearest plugin. That is `libnccl-net.so` beside the running program or (for a test program) in the
+    /// directory above it. Otherwise it is the one that the dynamic loader finds, as NCCL would.
     pub fn open_default() -> Result<Self> {
         Self::open(Self::default_file())
     }

@@ -2,9 +2,9 @@
 //!
 //! NCCL hands plugins a C function with printf's variable arguments, which stable Rust cannot define. So the function
 //! here has a fixed list instead: the five declared arguments, then as many integer and floating-point ones as fit
-//! the registers and a few stack slots. On Linux for x86-64 and aarch64 a variadic call passes its arguments exactly
-//! as a call to such a function does, each kind in its own order, so the right number of each can be taken while
-//! walking through the format.
+//! the registers and a few stack slots. On Linux for x86-64 and aarch64 a variadic call passes its arguments exactly as
+//! a call to such a function does, each kind in its own order. So the right number of each can be taken while walking
+//! through the format.
 //!
 //! Limits: at most 12 integer or pointer arguments and 8 floating-point ones (further conversions
 //! are shown as written), no `long double`, no `%n` and no positional arguments (`%1$s`). Reading a slot that the caller
@@ -107,8 +107,8 @@ impl Capture {
     }
 }
 
-/// Prints what plugins say to standard error as NCCL would for this value of `NCCL_DEBUG` ("WARN", "INFO", "TRACE";
-/// anything else prints nothing). Once per process; later calls do nothing.
+/// Prints the messages of plugins to standard error as NCCL would for this value of `NCCL_DEBUG` ("WARN", "INFO",
+/// "TRACE"; anything else prints nothing). Once per process; later calls do nothing.
 pub fn print_to_stderr(nccl_debug: &str) {
     static PRINTING: OnceLock<Option<Subscription>> = OnceLock::new();
     let most = match nccl_debug.to_ascii_uppercase().as_str() {
@@ -172,7 +172,7 @@ type FixedLogger = unsafe extern "C" fn(
 compile_error!("the host's logger relies on how x86-64 and aarch64 Linux pass variable arguments");
 
 /// # Safety
-/// `file` and `format` are NULL or NUL-terminated, and the arguments are those that `format` speaks of.
+/// `file` and `format` are NULL or NUL-terminated, and the arguments are those that `format` names.
 #[allow(clippy::too_many_arguments, reason = "they are the variable arguments")]
 #[rustfmt::skip]
 unsafe extern "C" fn receive(
@@ -203,8 +203,7 @@ unsafe extern "C" fn receive(
 /// Walks through a printf format and fills it in, one conversion at a time, each by the C library.
 ///
 /// # Safety
-/// The arguments are those that the format speaks of; what `%s` points to is NUL-terminated, or as long as its
-/// precision.
+/// The arguments are those that the format names; the text of `%s` is NUL-terminated, or as long as its precision.
 unsafe fn print(format: &[u8], integers: &[usize], floats: &[f64]) -> String {
     let mut text = Vec::new();
     let (mut integers, mut floats) = (integers.iter().copied(), floats.iter().copied());

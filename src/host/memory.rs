@@ -14,16 +14,16 @@ const GUARD: u8 = 0xA5;
 
 /// An owned buffer for transfers.
 ///
-/// Reading or writing it through [`Memory::bytes`] while a plugin works on it is a race that Rust cannot see; the
-/// methods of the host's connections that take raw pointers are `unsafe` for that reason.
+/// Reading or writing it through [`Memory::bytes`] while a plugin works on it is a race that Rust cannot detect. For
+/// that reason the methods of the host's connections that take raw pointers are `unsafe`.
 #[derive(Debug)]
 pub struct Memory {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the memory is owned and plain; which thread may touch it when is settled by `&`/`&mut` and, for plugins, by the
-// contract of the `unsafe` calls that hand out its address.
+// SAFETY: the memory is owned and plain. `&`/`&mut` settle which thread may touch it when, and for plugins the contract
+// of the `unsafe` calls that hand out its address does.
 unsafe impl Send for Memory {}
 // SAFETY: see above; a shared reference gives only reading access.
 unsafe impl Sync for Memory {}

@@ -1,7 +1,7 @@
 //! Plays NCCL: loads a network plugin through `dlopen` and drives it through its C table.
 //!
-//! The command-line program and the tests reach the transport only this way, so they work with any plugin that
-//! exports `ncclNetPlugin_v4` to `_v12`, and what they prove is what NCCL would see.
+//! The command-line program and the tests reach the transport only this way. So they work with any plugin that exports
+//! `ncclNetPlugin_v4` to `_v12`, and what they prove also holds for NCCL.
 //!
 //! ```no_run
 //! use towline::host::{ApiVersion, Net, Plugin};

@@ -1,8 +1,8 @@
 //! One call per entry of the plugin's table, whatever the version of the table.
 //!
-//! Guarantees: arguments reach the plugin in the types that its version declares (a size that does not fit is
-//! refused here, not cut), and an entry that is NULL or does not exist answers [`Code::NotOffered`]. It must not know
-//! about lifetimes: that a pointer is valid is the business of the rooms above, so everything here is `unsafe`.
+//! Guarantees: arguments reach the plugin in the types that its version declares. A size that does not fit is refused
+//! here, not truncated. An entry that is NULL or does not exist answers [`Code::NotOffered`]. It must not know about
+//! lifetimes: that a pointer is valid is the business of the rooms above, so everything here is `unsafe`.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
@@ -78,7 +78,7 @@ impl Table {
         let address = plugin.net_symbol(version)?;
         macro_rules! table {
             ($kind:ident) => {{
-                // SAFETY: NCCL's interface says what lies behind `ncclNetPlugin_vN`: a table of that version, never
+                // SAFETY: NCCL's interface defines what lies behind `ncclNetPlugin_vN`: a table of that version, never
                 // written after loading. It outlives every use, since every object of the host holds the `Plugin`.
                 $kind(unsafe { &*address.cast() })
             }};

@@ -1,6 +1,6 @@
 //! The side of all-reduce that the user started: ranks, handles, batches, table.
 //!
-//! Guarantees: when a rank dies or gives up, the others are ended and the message says which rank and why.
+//! Guarantees: when a rank dies or gives up, the others are ended and the message names the rank and the reason.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -18,8 +18,8 @@ use super::Options;
 use super::protocol::{Batch, FromRank, Measured, ToRank};
 use super::report::{Outcome, Report};
 
-/// The memory that the buffers of one batch fill per rank and direction, unless one all-reduce alone needs more: small
-/// sizes run back to back as in nccl-tests, large ones are verified before memory runs out. 32 MiB.
+/// The memory that the buffers of one batch fill per rank and direction, unless one all-reduce alone needs more. Small
+/// sizes run back to back as in nccl-tests, and large ones are verified before memory runs out. 32 MiB.
 const BATCH_BYTES: usize = 32 << 20;
 
 /// After the first sign of trouble, how long to wait for the signs that explain it.

@@ -1,6 +1,6 @@
 //! `towline all-reduce`: ring all-reduce over the plugin, verified and timed, in nccl-tests' form.
 //!
-//! [`coordinator`] is the program that the user started: it starts one process per rank ([`rank`]), hands their
+//! [`coordinator`] is the program that the user started. It starts one process per rank ([`rank`]), hands their
 //! connection handles around, starts each batch on all of them together and prints the table ([`report`]).
 
 mod coordinator;

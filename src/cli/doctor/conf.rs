@@ -1,4 +1,4 @@
-//! Values that NCCL does not read as they were meant: it trims neither its configuration files nor the environment, and it
+//! Values that NCCL does not read as they were meant. It trims neither its configuration files nor the environment, and it
 //! reads the files long after the dynamic loader has read its own variables.
 
 use crate::os::nccl_conf::Variables;

@@ -2,8 +2,8 @@
 //! it.
 //!
 //! Each file examines one thing and returns plain facts. Functions without side effects judge the facts, so that tests
-//! can give them sick hosts. Guarantees: nothing is changed, nothing needs root, a check that cannot be made says so
-//! instead of failing the rest.
+//! can give them sick hosts. Guarantees: nothing is changed, nothing needs root, a check that cannot be made reports
+//! that instead of failing the rest.
 
 mod choice;
 mod conf;

@@ -1,4 +1,4 @@
-//! The states of processes on other hosts, asked for over TCP with the job's key (`TOWLINE_STATUS_LISTEN`).
+//! The states of processes on other hosts, queried over TCP with the job's key (`TOWLINE_STATUS_LISTEN`).
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -24,7 +24,7 @@ const REACH: Duration = Duration::from_secs(3);
 /// How long it may then take to answer: longer than its profiler may.
 const ANSWER: Duration = Duration::from_secs(6);
 
-/// Ports of a host that are asked: as many processes may have one.
+/// Ports of a host that are queried: as many processes may have one.
 const PORTS: u16 = 64;
 
 /// A host has no more processes after this many ports in a row without an answer: more than one, since some may have
@@ -130,11 +130,11 @@ fn parse(text: &str, usual: Option<u16>) -> Result<(&str, u16)> {
     if host.is_empty() || port == 0 { Err(bad()) } else { Ok((host, port)) }
 }
 
-/// A host whose processes are asked, port by port.
+/// A host whose processes are queried, port by port.
 struct Host {
     name: String,
     first: u16,
-    /// The number of ports that have been asked.
+    /// The number of ports that have been queried.
     asked: u16,
     found: Vec<Process>,
     failures: Vec<(u16, Failure)>,

@@ -1,7 +1,7 @@
 //! Ring all-reduce of float32 over any transport that moves messages to one neighbour and from the other.
 //!
-//! As in NCCL, data passes through fixed staging slots: a connection has [`SLOTS`] of them on either side, chunks of
-//! at most [`CHUNK_BYTES`] travel through them in order, and a rank does five things with a chunk (see
+//! As in NCCL, data passes through fixed staging slots. A connection has [`SLOTS`] of them on either side, and chunks
+//! of at most [`CHUNK_BYTES`] travel through them in order. A rank does five things with a chunk (see
 //! [`program::Action`]). So the transport sees NCCL-like traffic, user buffers may overlap as they like, and memory is
 //! registered once.
 //!

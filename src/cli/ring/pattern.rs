@@ -1,7 +1,7 @@
 //! Input data whose sum over all ranks is known without computing it.
 //!
-//! Element `i` of rank `r` in iteration `n` is `(r + 1) × base(n, i)`, so it differs by rank, iteration and element,
-//! and the sum over `N` ranks is `N (N + 1) / 2 × base(n, i)`. Guarantees: every value and every partial sum is a whole
+//! Element `i` of rank `r` in iteration `n` is `(r + 1) × base(n, i)`, so it differs by rank, iteration and element.
+//! The sum over `N` ranks is `N (N + 1) / 2 × base(n, i)`. Guarantees: every value and every partial sum is a whole
 //! number below 2²⁴, so float32 addition is exact in any order.
 
 /// The most ranks for which sums stay exact: 128 × 129 / 2 × 1024 < 2²⁴.

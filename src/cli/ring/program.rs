@@ -1,10 +1,10 @@
 //! What one rank does with which elements, in which order.
 //!
 //! The elements are split into rounds, a round into one segment per rank, a segment into chunks. Each segment travels
-//! once around the ring collecting sums, and once more handing them out. Guarantees: what a rank sends, in order, is
-//! what its right-hand neighbour receives, in order; every element ends with the sum on every rank; a rank never has to
-//! send more than twice [`CHUNKS_PER_STEP`] chunks before it can consume what it received, so [`SLOTS`] slots never
-//! lock up.
+//! once around the ring collecting sums, and once more handing them out. Guarantees: the data that a rank sends, in
+//! order, is the data that its right-hand neighbour receives, in order. Every element ends with the sum on every rank.
+//! A rank never has to send more than twice [`CHUNKS_PER_STEP`] chunks before it can consume received data, so
+//! [`SLOTS`] slots never lock up.
 //!
 //! [`SLOTS`]: super::SLOTS
 

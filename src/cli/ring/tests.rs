@@ -1,5 +1,5 @@
-//! The algorithm over links in memory, one thread per rank: links that hold a send back until its receive is posted,
-//! that say "not now" and "not yet" from a seed, and that fail.
+//! The algorithm over links in memory, one thread per rank. The links hold a send back until its receive is posted,
+//! return "not now" and "not yet" from a seed, or fail.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};

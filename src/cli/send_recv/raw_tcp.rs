@@ -1,7 +1,7 @@
 //! The yardstick: what a plain TCP program moves over k sockets with k sending and k receiving threads, and a plain
 //! non-blocking ping-pong.
 //!
-//! A message of at least [`SPLIT_FROM`] bytes per socket is split evenly over the sockets; smaller ones take turns, so
+//! A message of at least [`SPLIT_FROM`] bytes per socket is split evenly over the sockets. Smaller ones take turns, so
 //! that every thread makes large system calls wherever the data allows. Like the plugin, it moves data between the two
 //! sides' message buffers, and gives way when there is nothing to do.
 

@@ -32,8 +32,8 @@ impl<'a> Watch<'a> {
         self.rounds = 0;
     }
 
-    /// Nothing could be done: after a while it gives way to other threads, as NCCL's proxy does, and now and then it asks
-    /// whether waiting still makes sense.
+    /// Nothing could be done: after a while this thread yields to other threads, as NCCL's proxy does, and now and then
+    /// it asks whether waiting still makes sense.
     pub(super) fn idle(&mut self) -> Result<()> {
         if self.rounds == 0 {
             self.since = Instant::now();

@@ -79,7 +79,7 @@ struct Way {
     is_transfer: bool,
 }
 
-/// What was told of a connection.
+/// The reported data of a connection.
 #[derive(Debug, Default)]
 struct Over {
     names: BTreeSet<String>,
@@ -93,7 +93,7 @@ fn routes(process: &Process, correction: &Correction) -> BTreeMap<u64, Vec<Route
     let mut over: BTreeMap<_, Over> = BTreeMap::new();
     // Receives that are outstanding, and since when.
     let mut awaited: HashMap<u64, (Way, u64)> = HashMap::new();
-    // The two ends of a connection can be compared if all is told of it.
+    // The two ends of a connection can be compared if all its data is reported.
     let is_whole = !process.begins_late && process.cut.is_none() && process.dropped == 0;
     for Record { id, parent, context, body, when, .. } in &process.records {
         match body {

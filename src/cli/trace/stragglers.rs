@@ -1,10 +1,10 @@
-//! What holds the others back: a rank that comes late, a GPU that is slow, a rail or a pair of hosts that is slower than
-//! its like, a receiver that is not ready. Each finding comes with the figures that it rests on.
+//! The causes that hold the other ranks back: a late rank, a slow GPU, a rail or host pair slower than its like, or a
+//! receiver that is not ready. Each finding comes with the figures that it rests on.
 //!
 //! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be
-//! clear (half as slow again as the middle one, or far more where there is only one to compare with), be worth
-//! something of the whole, and last: it is there in all slices of the run (of a late rank, in all but one), so that
-//! chance is not reported. The most costly finding comes first.
+//! clear: half as slow again as the middle one, or far more where there is only one to compare with. It must be a
+//! noticeable part of the whole. And it must last, so that chance is not reported: it is there in all slices of the run
+//! (that of a late rank, in all but one). The most costly finding comes first.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ const LATER: u64 = 2;
 /// Fewer collectives than this are no evidence about a rank.
 const ENOUGH: usize = 12;
 
-/// With fewer collectives than this, a late rank must be the last of nearly all: a rank that waits for a processor
+/// With fewer collectives than this, a late rank must be the last of nearly all. A rank that waits for a processor
 /// stays late for several, and one such wait is a large part of them.
 const ENOUGH_FOR_MOST: usize = 64;
 
@@ -111,7 +111,7 @@ struct Comm {
     busy: u64,
 }
 
-/// A sentence, and about how many nanoseconds what it tells of held the job back.
+/// A sentence, and for about how many nanoseconds its cause held the job back.
 type Costly = (u64, String);
 
 impl Evidence {

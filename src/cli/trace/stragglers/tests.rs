@@ -55,7 +55,7 @@ fn of_two_ways_one_must_be_far_slower() {
     assert!(ring(2, |_, rank| if rank == 1 { 8 } else { 2 }).slow_pairs().is_some());
 }
 
-/// Collectives a millisecond apart; `late(number)` says which rank comes last, and how much later than the other.
+/// Collectives a millisecond apart; `late(number)` returns which rank comes last, and how much later than the other.
 fn arrivals(count: u64, late: impl Fn(u64) -> (i32, u64)) -> Comm {
     let mut comm = ring(2, |_, _| 2);
     comm.bound = Some(0);
@@ -80,7 +80,8 @@ fn a_late_rank_is_later_than_chance_makes_the_others() {
     assert_eq!(arrivals(96, |number| if number < 40 { (0, 30_000) } else { (1, 300_000) }).late_ranks(), None);
 }
 
-/// 96 collectives of four ranks on two hosts, ten milliseconds apart; `last` says which rank comes last, and how much later.
+/// 96 collectives of four ranks on two hosts, ten milliseconds apart; `last` returns which rank comes last, and how much
+/// later.
 fn four(last: impl Fn(u64) -> (i32, u64)) -> Comm {
     let mut comm = ring(4, |_, _| 2);
     comm.bound = Some(0);
@@ -157,7 +158,8 @@ fn chance(seed: u64) -> impl FnMut() -> u64 {
     }
 }
 
-/// `count` collectives of so many ranks, some five milliseconds apart; `delay(rank)` says how late a rank is to the next one.
+/// `count` collectives of `ranks` ranks, some five milliseconds apart; `delay(rank)` returns how late a rank is to the next
+/// one.
 fn delayed(ranks: i32, count: u64, mut delay: impl FnMut(i32) -> u64) -> Comm {
     let mut comm = ring(ranks, |_, _| 2);
     comm.bound = Some(0);
