@@ -1,7 +1,7 @@
 //! # Towline
 //!
-//! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables
-//! `ncclNetPlugin_v4` to `_v12` (and `ncclProfiler_v1` to `_v7`); the program `towline` loads it in the same way, without a GPU.
+//! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables `ncclNetPlugin_v4`
+//! to `_v12` (and `ncclProfiler_v1` to `_v7`). The program `towline` loads it in the same way, without a GPU.
 //!
 //! # How the library is laid out
 //!
@@ -9,9 +9,9 @@
 //! interface, each of which says what its version changed. Arguments become typed values, panics stop there, and
 //! failures become result codes.
 //!
-//! [`plugin`] is what NCCL calls a plugin: [`plugin::facade`] has one function for each thing that NCCL can ask for.
-//! It knows contexts, turns the host's interfaces into [devices](plugin::devices), makes and reads the
-//! [handle](plugin::handle) that NCCL carries to the other rank, and passes each transfer to the backend of its
+//! [`plugin`] is what NCCL calls a plugin: [`plugin::facade`] has one function for each operation that NCCL can
+//! request. It knows contexts, turns the host's interfaces into [devices](plugin::devices), and makes and reads the
+//! [handle](plugin::handle) that NCCL carries to the other rank. It passes each transfer to the backend of its
 //! connection.
 //!
 //! [`tcp`] is one backend, `rdma` the other. Over TCP a connection carries messages in one direction, over one or more sockets. Its protocol

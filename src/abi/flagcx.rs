@@ -9,7 +9,7 @@
 //! - `irecv` finds an `int` where it reads a `size_t`: only the lower half is a size.
 //! - FlagCX ignores the results of `listen`, `isend`, `irecv`, `test` and the closes, and calls again after an error of
 //!   `connect` or `accept`. So it waits for ever for a request that has failed, and for a peer that died before it connected.
-//!   Only the log can tell the user (`guard`).
+//!   Only the log can inform the user (`guard`).
 //! - Its buffers are host memory where a device offers nothing else, and it does not flush them. Nothing else is offered.
 
 use std::ffi::{CStr, c_char, c_int, c_void};

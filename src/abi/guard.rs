@@ -42,9 +42,9 @@ fn tell(call: &'static str, error: &Error) {
     }
 }
 
-/// The calls after whose failure FlagCX waits for ever. It ignores the results of `listen`, `isend`, `irecv` and `test`; after
-/// an error of `connect` or `accept` its service thread calls again, and the thread that waits for the connection goes on
-/// waiting.
+/// The calls after whose failure FlagCX waits for ever. It ignores the results of `listen`, `isend`, `irecv` and `test`. After
+/// an error of `connect` or `accept` its service thread calls again, and the thread that waits for the connection continues to
+/// wait.
 const AWAITED: [&str; 6] = ["listen", "connect", "accept", "isend", "irecv", "test"];
 
 /// For FlagCX, which repeats a call that failed. The same failure is logged once, or it would flood the log. It also goes to

@@ -1,6 +1,6 @@
 //! Names for what NCCL's pointers mean: a place for a result, an array, a handle's bytes, one of our ids.
 //!
-//! Every function checks for null first and says which argument it was. The lifetimes are the caller's to choose;
+//! Every function checks for null first and names the argument in its error. The lifetimes are the caller's to choose;
 //! they end with the call (see *NCCL's promise* in [`super`]).
 
 use std::ffi::{c_int, c_void};

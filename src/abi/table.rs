@@ -10,6 +10,6 @@ pub(super) const NAME: &CStr = c"Towline";
 #[derive(Debug)]
 pub struct Table<T>(pub T);
 
-// SAFETY: a table is never written after the compiler made it; it holds function pointers and a pointer to a string
+// SAFETY: a table is never written after the compiler made it. It holds function pointers and a pointer to a string
 // constant, both valid in every thread for as long as the library is mapped.
 unsafe impl<T> Sync for Table<T> {}

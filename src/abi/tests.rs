@@ -1,5 +1,5 @@
-//! What every version's table promises whatever the transport does: bad pointers, counts and sizes are answered with
-//! an argument error, and a call that fails leaves NULL where a result would stand.
+//! The promises of every version's table, whatever the transport does. Bad pointers, counts and sizes are answered with
+//! an argument error, and a call that fails leaves NULL in place of a result.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;

@@ -66,8 +66,8 @@ pub(super) unsafe fn receive<S: Size, const API: u8>(
     })
 }
 
-/// `iflush` of every version. The sizes are `int` even where receives are larger, so a large one may arrive cut off;
-/// all that a flush can use is whether there is anything to flush, and only that is passed on faithfully.
+/// `iflush` of every version. The sizes are `int` even where receives are larger, so a large one may arrive truncated.
+/// A flush only needs to know whether there is anything to flush, and only that is passed on faithfully.
 ///
 /// # Safety
 /// NCCL's promise (see [`super`]) for `request` and the arrays of `group`.
@@ -151,7 +151,7 @@ fn nothing_there(size: usize) -> Error {
     Error::argument(format!("the argument `data` is a null pointer, and the size is {size}"))
 }
 
-/// The place for the request, which says "not now" (and, after a failure, "none") until it is answered.
+/// The place for the request, which means "not now" (and, after a failure, "none") until it is answered.
 ///
 /// # Safety
 /// NCCL's promise (see [`super`]) for `request`.

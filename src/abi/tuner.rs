@@ -3,7 +3,7 @@
 //! NCCL 2.20 and later look for a tuner in the network plugin's library when `NCCL_TUNER_PLUGIN` names none, so these
 //! tables load in every process that uses Towline. NCCL has one tuner for all communicators of the process, also for those of
 //! one node or over another network. `init` settles whether a communicator gets advice, because later the process may
-//! have other communicators than the processes of the other ranks; from then on an answer depends on the question alone.
+//! have other communicators than the processes of the other ranks. From then on an answer depends on the query alone.
 //!
 //! The context is that, with the number of ranks and nodes, dressed as a pointer: nothing is allocated and nothing can be
 //! stale.

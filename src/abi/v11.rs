@@ -1,9 +1,9 @@
 //! v11 of the net interface, loaded by NCCL 2.28 and 2.29.
 //!
-//! New against v10: a context per communicator. `init` gives it, with the communicator's id and configuration as
-//! arguments (which `connect` no longer has); `listen` and `connect` take it; `finalize`, which NCCL calls without
-//! asking whether it is there, ends it. `setNetAttr` hints at the traffic to come. The properties say how many
-//! requests one call may carry.
+//! New against v10: a context per communicator. `init` returns it, with the communicator's id and configuration as
+//! arguments (which `connect` no longer has). `listen` and `connect` take it. `finalize`, which NCCL calls without
+//! checking that it exists, ends it. `setNetAttr` hints at the traffic to come. The properties say how many requests
+//! one call may carry.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;

@@ -281,8 +281,8 @@ fn saturated(size: u64) -> c_int {
     c_int::try_from(size).unwrap_or(c_int::MAX)
 }
 
-/// A close. After a `connect` or an `accept` that failed NCCL takes its connection for connected (`proxyProgressAsync` in
-/// `proxy.cc`) and closes null in its place; an error here would make it leave all connections behind that one open.
+/// A close. After a failed `connect` or `accept` NCCL considers its connection connected (`proxyProgressAsync` in
+/// `proxy.cc`) and closes null in its place. An error here would make it leave all connections behind that one open.
 fn close<const API: u8>(call: &'static str, comm: *mut c_void, how: fn(usize) -> Result<()>) -> ncclResult_t {
     guard::<API>(call, || if comm.is_null() { Ok(()) } else { how(comm.addr()) })
 }

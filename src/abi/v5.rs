@@ -1,7 +1,7 @@
 //! v5 of the net interface, loaded by NCCL 2.12.
 //!
-//! New against v4: handles of 128 bytes (we still use 64), tags, receives in groups, the latency and the largest
-//! group among the properties, and `connect` and `accept` return at once, with NULL until the connection is ready.
+//! New against v4: handles of 128 bytes (we still use 64), tags, receives in groups, and the latency and the largest
+//! group among the properties. `connect` and `accept` return at once, with NULL until the connection is ready.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;

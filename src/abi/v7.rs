@@ -1,9 +1,9 @@
 //! v7 of the net interface, loaded by NCCL 2.19.
 //!
 //! New against v6: connections may be driven by code on the GPU. `connect` and `accept` have a place for a device
-//! handle, and the properties say of which kind the device is. Ours is of kind "host": we leave that place as NCCL
-//! prepared it, and `getDeviceMr` and `irecvConsumed` stay NULL. (NCCL asks for the first only where it got a device
-//! handle, and would call the second for every device that has it.)
+//! handle, and the properties name the kind of the device. Ours is of kind "host": we leave that place as NCCL prepared
+//! it, and `getDeviceMr` and `irecvConsumed` stay NULL. (NCCL asks for the first only where it got a device handle, and
+//! would call the second for every device that has it.)
 
 use std::ffi::{c_int, c_void};
 

@@ -1,6 +1,7 @@
 //! v8 of the net interface, loaded by NCCL 2.20 to 2.23.
 //!
-//! New against v7: `regMr` takes a `size_t`, and the properties say whether a registration holds for the whole device.
+//! New against v7: `regMr` takes a `size_t`, and the properties state whether a registration holds for the whole
+//! device.
 
 use std::ffi::c_int;
 

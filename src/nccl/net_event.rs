@@ -33,8 +33,8 @@ pub const FLAG_SEND: u32 = 1;
 /// [`NetEvent::flags`]: the part repeats bytes that were on the wire before; they count as resent, not as moved.
 pub const FLAG_RESEND: u32 = 1 << 1;
 
-/// [`NetEvent::flags`], in a start: the part has ended already, [`NetEvent::wire_ns`] after it began. Everything is said here,
-/// the stop follows at once and without an update.
+/// [`NetEvent::flags`], in a start: the part has ended already, [`NetEvent::wire_ns`] after it began. This event holds
+/// everything, the stop follows at once and without an update.
 pub(crate) const FLAG_ENDED: u32 = 1 << 2;
 
 /// [`NetEvent::flags`], from this bit on, eight bits: so many further parts of the same transfer lie behind this one in
@@ -48,7 +48,7 @@ pub(crate) const MOST_AT_ONCE: usize = 8;
 /// [`NetEvent::carrier`]: a socket; `device` is its descriptor, `opcode` 0 for a send and 1 for a receive.
 pub(crate) const CARRIER_SOCKET: u32 = 1;
 
-/// [`NetEvent::carrier`]: a queue pair; all fields below mean what NCCL's descriptor for IB says.
+/// [`NetEvent::carrier`]: a queue pair; all fields below have the meaning of NCCL's descriptor for IB.
 pub(crate) const CARRIER_QUEUE_PAIR: u32 = 2;
 
 /// [`NetEvent::offset`] when it is not known: the receiving side of several queue pairs learns how much each brought, not
@@ -96,7 +96,7 @@ pub struct NetEvent {
     /// How long it waited for room in the socket, in nanoseconds.
     pub wait_socket_ns: u64,
     /// How long it waited for credit (eager window, unacknowledged-bytes limit, entries of a queue pair's send queue), in
-    /// nanoseconds. As with the wait for the receiver, only the first part has it: how long later parts waited, for a stream
+    /// nanoseconds. As with the wait for the receiver, only the first part has it. How long later parts waited, for a stream
     /// whose window was full or behind parts before them, is not reported.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
@@ -141,8 +141,8 @@ pub struct NetSum {
     pub send: bool,
 }
 
-/// What lies behind the data of an event with [`PLUGIN_ID_SUM`]. The reader says here whether it takes it, and declines the
-/// event itself: there is nothing to say of it later, so a stop would be a call for nothing.
+/// The data of an event with [`PLUGIN_ID_SUM`]. The reader reports here whether it takes the data, and declines the event
+/// itself. Nothing about it follows later, so a stop would be a useless call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NetSumNews {
@@ -164,8 +164,8 @@ pub enum Reader {
     Hasty = 1,
     /// The profiler of this library alone: it goes by the times in the events.
     Patient = 2,
-    /// The same, and it draws nothing: it adds up what each rail carried. So what one rail carried of a transfer may be one
-    /// part, however many streams took it, and what there is to say of a transfer's only part is a [`NetSum`].
+    /// The same, and it draws nothing: it adds up what each rail carried. So the bytes of a transfer on one rail may be one
+    /// part, however many streams took them. The data about a transfer's only part is a [`NetSum`].
     Sums = 3,
 }
 

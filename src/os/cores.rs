@@ -76,7 +76,7 @@ fn online() -> Option<usize> {
 }
 
 /// The processors of the control group with these `groups` (`/proc/self/cgroup`), or of the nearest one above it that
-/// has the file (cgroups(7)): the path may be that of the host, while only the container's own part is mounted.
+/// has the file (cgroups(7)). The path may be that of the host, while only the container's own part is mounted.
 fn cpuset(groups: &str, mounted: &Path) -> Option<usize> {
     groups.lines().find_map(|line| {
         let (_, line) = line.split_once(':')?;

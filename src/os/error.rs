@@ -114,7 +114,7 @@ impl Error {
         self.0.peer.as_deref()
     }
 
-    /// True for the first caller only, over all clones: that caller writes the failure to the log, so that the error of
+    /// True for the first caller only, over all clones. That caller writes the failure to the log, so that the error of
     /// a connection appears there once and not once per request.
     pub(crate) fn report_once(&self) -> bool {
         !self.0.told.swap(true, Ordering::Relaxed)

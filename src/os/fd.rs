@@ -1,7 +1,7 @@
 //! Descriptors that a forked child does not keep.
 //!
-//! [`Registered`] owns anything with a descriptor (a socket, an epoll instance, a file) and keeps it in the fork
-//! registry from the moment it is open until just before it closes. Every descriptor in Towline lives in one.
+//! [`Registered`] owns anything with a descriptor (a socket, an epoll instance, a file). It keeps the descriptor in the
+//! fork registry from the moment it is open until just before it closes. Every descriptor in Towline lives in one.
 
 use super::fork::{self, Section};
 use std::fmt;

@@ -9,7 +9,7 @@
 //! - The child's handler takes no lock and allocates nothing. It only calls `close`.
 //! - A descriptor is opened and registered, or unregistered and closed, inside a [`Section`]. A fork waits until no
 //!   thread is in a section, so the child's copy of the registry names exactly the descriptors that it inherited.
-//!   The wait is bounded (`PATIENCE`): if it times out, the child may keep a descriptor, but never closes one of another owner,
+//!   The wait is bounded (`PATIENCE`). If it times out, the child may keep a descriptor, but never closes one of another owner,
 //!   because a descriptor is unregistered before it is closed.
 //! - Close-on-exec covers what the handler cannot: `vfork` and `posix_spawn` run no handlers and soon call `exec`.
 //!
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long a fork waits for threads that are opening or closing a descriptor. They need microseconds, unless they get
-/// no processor: on a host with ten busy threads per processor, one of 200 forks met a thread that had to wait for more
+/// no processor. On a host with ten busy threads per processor, one of 200 forks met a thread that had to wait for more
 /// than a tenth of a second. Only a fork from a signal handler that interrupted such a thread waits in vain.
 const PATIENCE: Duration = Duration::from_secs(1);
 

@@ -1,4 +1,4 @@
-//! The GPU that a thread uses, asked of CUDA's driver where the process has it loaded. Nothing is loaded for it.
+//! The GPU that a thread uses, queried from CUDA's driver where the process has it loaded. Nothing is loaded for it.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;

@@ -1,7 +1,7 @@
 //! The network interfaces of this host, and which of them NCCL's Socket transport would use.
 //!
-//! [`list`] asks the system; [`choose`] is a pure function from that list and the user's settings to the interfaces in
-//! NCCL's order, so that the rules are tested without a network.
+//! [`list`] queries the system. [`choose`] is a pure function from that list and the user's settings to the interfaces
+//! in NCCL's order, so that the rules are tested without a network.
 //!
 //! The rules, as NCCL 2.30 has them:
 //! - An entry is one address of one interface. It counts if the interface is running, the family is IPv4 or IPv6 (or
@@ -36,7 +36,7 @@ const ORDINARY: &str = "^docker,lo,virbr";
 /// The speed reported for an interface whose speed the system does not know, in Mbit/s.
 ///
 /// NCCL derives the number of channels from steps in its own lists of speeds (`graph/search.cc`, for Hopper and for
-/// older GPUs): 4.875 GB/s is slightly more than twice 2.4, and rings are doubled, which gives four channels. 1.25
+/// older GPUs). 4.875 GB/s is slightly more than twice 2.4, and rings are doubled, which gives four channels. 1.25
 /// GB/s, NCCL's guess for its own Socket, gives two, with which an all-reduce of 128 MiB over an unlimited path takes
 /// 1.7 times as long. 9.6 GB/s gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions:
 /// 16 MiB takes up to ten times as long (`benches/nccl_networks.sh`).
@@ -96,7 +96,7 @@ pub fn list() -> Result<Vec<Interface>> {
     while !entry.is_null() {
         // SAFETY: the list is valid until `freeifaddrs`, and `entry` is one of its nodes.
         let node = unsafe { &*entry };
-        // SAFETY: the node's pointers are null or point to what their names say, within the list.
+        // SAFETY: the node's pointers are null or point to the data that their names describe, within the list.
         found.extend(unsafe { read(node) });
         entry = node.ifa_next;
     }
@@ -256,8 +256,8 @@ pub(crate) fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why
 }
 
 /// The result of [`choose`], and beside it the interfaces that the same rule would choose if they were running, all in
-/// the system's order: for a device that can wait for them. An interface that is not running decides no rule, so no
-/// device consists only of such interfaces.
+/// the system's order. The latter serve a device that can wait for them. An interface that is not running decides no
+/// rule, so no device consists only of such interfaces.
 ///
 /// `is_bridge`: a bridge that is down is included only if `NCCL_SOCKET_IFNAME` names it. The networks of containers are
 /// bridges, which are down while they have no containers, and lead to no other host.

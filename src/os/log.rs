@@ -89,7 +89,7 @@ pub(crate) fn set_logger(logger: Option<Logger>, without: LogLevel) {
 fn keep_mapped(address: *const c_void) {
     // SAFETY: all zeroes is a valid value of this struct of pointers.
     let mut place: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: `place` outlives the call, which fills it; any address may be asked for.
+    // SAFETY: `place` outlives the call, which fills it; any address may be queried.
     if unsafe { libc::dladdr(address, &raw mut place) } == 0 || place.dli_fname.is_null() {
         return;
     }
@@ -114,8 +114,8 @@ pub(crate) fn forget_logger() {
     }
 }
 
-/// Writes a line to standard error when NCCL's logger would not print it as a warning: for a host that is not NCCL, in
-/// a process where NCCL's logger is in use. `NCCL_DEBUG` shows whether NCCL prints warnings.
+/// Writes a line to standard error when NCCL's logger would not print it as a warning. It is for a host that is not
+/// NCCL, in a process where NCCL's logger is in use. `NCCL_DEBUG` shows whether NCCL prints warnings.
 pub(crate) fn also_to_stderr(text: &str) {
     let prints = std::env::var("NCCL_DEBUG")
         .is_ok_and(|asked| ["WARN", "INFO", "ABORT", "TRACE"].iter().any(|level| asked.eq_ignore_ascii_case(level)));

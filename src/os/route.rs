@@ -59,7 +59,7 @@ pub(crate) fn egress(from: IpAddr, index: u32, to: IpAddr) -> Egress {
     )
 }
 
-/// The rule of [`egress`]. `usual`: the kernel's choice; `over`: its choice for a socket that is bound to the interface;
+/// The rule of [`egress`]. `usual`: the kernel's choice. `over`: its choice for a socket that is bound to the interface.
 /// `are_apart`: whether answers come back over the interface, and not over the one with this index.
 fn decide(
     index: u32,
@@ -85,7 +85,7 @@ fn decide(
 /// Whether each of these interfaces, in one IPv4 subnet, gets what is sent to its own addresses, and accepts it.
 ///
 /// By default every interface of a Linux host answers ARP for all addresses of the host, and sends ARP requests from
-/// any of them, so a peer may send to any interface (`arp_ignore`, `arp_announce`); a strict `rp_filter` drops packets
+/// any of them. So a peer may send to any interface (`arp_ignore`, `arp_announce`). A strict `rp_filter` drops packets
 /// from hosts whose answers leave by another interface. IPv6 has no such settings: its neighbour discovery keeps
 /// interfaces apart.
 pub(crate) fn are_kept_apart(indices: &[u32]) -> bool {

@@ -1,8 +1,8 @@
 //! Locks and atomics of the code in which several threads race.
 //!
 //! Here they are the standard library's. The package in `tests/models` compiles the same source files with the model
-//! checker's in their place, which tries every order in which the threads can run and every value that a load may
-//! return; so code that is checked there uses `crate::os::sync` where other code uses `std::sync`.
+//! checker's primitives in their place. The checker tries every order in which the threads can run and every value that
+//! a load may return. So code that is checked there uses `crate::os::sync` where other code uses `std::sync`.
 
 pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -17,9 +17,8 @@ pub(crate) fn pause(tries: u32) {
     if tries < 100 { std::hint::spin_loop() } else { std::thread::yield_now() }
 }
 
-/// A fence between a note that this thread writes (or a lock that it releases) and its read of what another thread may
-/// have done meanwhile, when that thread does the same two things in the opposite order: at least one of them must see
-/// the other.
+/// A fence between a note that this thread writes (or a lock that it releases) and its read of another thread's note.
+/// The other thread does the same two things in the opposite order. At least one of them must see the other's note.
 ///
 /// On x86-64 the atomic exchange that writes the note, or releases the lock, is already such a fence.
 #[inline]

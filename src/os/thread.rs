@@ -14,8 +14,8 @@ const FAULTS: [libc::c_int; 7] =
 /// # Errors
 /// When the system cannot create a thread.
 pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    // SAFETY: both sets are plain values filled by the calls; the old mask is restored on this thread below, so
-    // only the new thread, which inherits the mask, keeps the signals blocked.
+    // SAFETY: both sets are plain values filled by the calls. The old mask is restored on this thread below, so only
+    // the new thread, which inherits the mask, keeps the signals blocked.
     let old = unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         let mut old: libc::sigset_t = std::mem::zeroed();

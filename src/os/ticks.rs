@@ -2,13 +2,13 @@
 //!
 //! The system's clock reads the same counter, but first waits for all earlier instructions, and then converts. Here the
 //! raw counter is read, and a thread that has time converts it later. It is used where the kernel itself trusts it as
-//! its clock source (it runs evenly, even while a core sleeps, and is the same on all cores); elsewhere a step is a
+//! its clock source: it runs evenly, even while a core sleeps, and is the same on all cores. Elsewhere a step is a
 //! nanosecond of `CLOCK_MONOTONIC`.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How long the counter is compared with the clock, once per process: a pair of readings is accurate to some 50 ns, so
+/// How long the counter is compared with the clock, once per process. A pair of readings is accurate to some 50 ns, so
 /// durations are accurate to a thousandth or better.
 const COMPARED_NS: u64 = 200_000;
 

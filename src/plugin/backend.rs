@@ -1,9 +1,9 @@
 //! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has.
 //! This file is the only place in the plugin that depends on which backends are compiled in.
 //!
-//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. Which of two
-//! backends a device or a handle belongs to is one bit: `devices`, `handle`, `facade` and `process` branch on it, and a
-//! third backend needs a value there instead.
+//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. One bit
+//! distinguishes the two backends of a device or a handle. `devices`, `handle`, `facade` and `process` branch on it,
+//! and a third backend needs a value there instead.
 
 /// Implements [`Listening`] and [`Attempt`] by a backend's own functions of the same names.
 macro_rules! forward {
@@ -231,7 +231,7 @@ pub(crate) trait Sending: Connected {
     ///
     /// # Safety
     /// The part's memory must be readable until the request has ended, its registration has ended or the connection is
-    /// closed, and its profiler handle valid until then, or until nothing more is reported to the profiler.
+    /// closed. Its profiler handle must be valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
 
     /// Ends the connection to a peer that has not answered for too long, as [`Connected::close`] does but without waiting for it. A

@@ -379,7 +379,7 @@ pub(crate) fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     process.comms.with(comm, |owner| {
         let Comm::Send(conn) = owner else { return Err(owner.is_not("sending")) };
         // SAFETY: NCCL does not touch the buffer until `test` returns done, its registration has ended or the
-        // communicator is closed, and keeps the profiler's handle valid until then, or until it makes no further call.
+        // communicator is closed. It keeps the profiler's handle valid until then, or until it makes no further call.
         let ticket = unsafe { conn.isend(&process.backends, &part) }?;
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
@@ -447,8 +447,8 @@ pub(crate) fn close_send(comm: usize) -> Result<()> {
     Ok(())
 }
 
-/// Closes a sending communicator without waiting for its peer, which has not answered for too long. The kernel goes on sending
-/// what it has taken; the rest is lost.
+/// Closes a sending communicator without waiting for its peer, which has not answered for too long. The kernel continues to
+/// send what it has taken; the rest is lost.
 ///
 /// # Errors
 /// When there is no such communicator.

@@ -83,7 +83,7 @@ fn release_of(callback: Callback) -> Option<c_int> {
 fn library_of(address: *const c_void) -> Option<libc::Dl_info> {
     // SAFETY: plain data, for which zero is a value.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: any address may be asked for.
+    // SAFETY: any address may be queried.
     let found = unsafe { libc::dladdr(address, &mut info) } != 0;
     let named = found && !info.dli_fname.is_null() && {
         // SAFETY: the loader's own string, which lives as long as the library.
@@ -186,7 +186,7 @@ impl Listener for NcclProfiler {
         for (number, together) in pieces.chunks(MOST_AT_ONCE).enumerate() {
             let part = |piece: &Piece| describe(source, piece, FLAG_ENDED, piece.began);
             let mut parts: SmallVec<[NetEvent; MOST_AT_ONCE]> = together.iter().map(part).collect();
-            // The others of this summary say nothing of it.
+            // The other entries of this summary do not report it.
             parts.iter_mut().skip(usize::from(number == 0)).for_each(|part| part.reconnects = 0);
             parts[0].set_more(together.len() - 1);
             if !self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast()) {

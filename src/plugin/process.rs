@@ -37,7 +37,8 @@ pub(crate) struct Process {
     pub backends: Backends,
     net: OnceLock<Arc<Net>>,
     default_context: AtomicUsize,
-    /// Towline declined a communicator's one-sided operations. After that NCCL does not ask it for any communicator's.
+    /// Towline declined a communicator's one-sided operations. After that NCCL does not request them for any
+    /// communicator.
     pub(crate) one_sided_declined: AtomicBool,
     initialising: Mutex<()>,
 }

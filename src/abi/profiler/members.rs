@@ -140,7 +140,7 @@ impl<'a> Net<'a> {
     /// Its sum, if it has one.
     ///
     /// # Safety
-    /// The data are what the plugin of that id says they are, and no other thread reads them meanwhile.
+    /// The data have the type that the plugin of that id defines, and no other thread reads them meanwhile.
     #[inline]
     pub(super) unsafe fn sum(&self) -> Option<&'a mut NetSumNews> {
         let &ncclProfilerNetPlugin_v3_t { id, data } = self.plugin;
@@ -152,7 +152,7 @@ impl<'a> Net<'a> {
 /// A network plugin's event: what we know of its descriptor.
 ///
 /// # Safety
-/// The data are what the plugin of that id says they are.
+/// The data have the type that the plugin of that id defines.
 pub(super) unsafe fn start_of(&Net { parent, rank, plugin: net }: &Net<'_>) -> Start {
     let mut times = None;
     let body = match (net.id, net.data.is_null()) {
@@ -211,7 +211,7 @@ pub(super) enum Translated {
 }
 
 impl Translated {
-    /// None for what travels again: NCCL's descriptors cannot say that, and lengths should add up.
+    /// None for resent data: NCCL's descriptors cannot express that, and lengths should add up.
     pub(super) fn new(part: &NetPart) -> Option<Self> {
         if part.resend {
             return None;

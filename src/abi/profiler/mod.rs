@@ -1,9 +1,9 @@
 //! NCCL's profiler interface, v1 to v7: descriptors become [`crate::trace`]'s events and back.
 //!
-//! One file per version. Each says what its version changed, reads its descriptors into an event (`Version::decode`)
-//! and, for a second profiler behind ours, writes an event as its descriptor (`Version::encode`); what a version has
-//! in common with an older one stays in the older one's file or in `members`. The functions of the tables are the same
-//! for all of them and made by `profiler_version!`.
+//! One file per version. Each file describes what its version changed and reads its descriptors into an event
+//! (`Version::decode`). For a second profiler behind ours, it writes an event as its descriptor (`Version::encode`).
+//! Code that a version has in common with an older one stays in the older one's file or in `members`. The functions of
+//! the tables are the same for all of them and made by `profiler_version!`.
 //!
 //! The handles and contexts that we give to NCCL are numbers dressed as pointers. NCCL's promise ([`crate::abi`]) holds
 //! here too; a NetPlugin event's data belong to the network plugin, and are read only under plugin ids whose
@@ -103,7 +103,7 @@ unsafe fn init(
 ) -> crate::os::error::Result<()> {
     if logger.is_some() {
         logger::set_logger(logger);
-        // Both vtables of this library speak through the one logger of the process.
+        // Both vtables of this library use the one logger of the process.
         log::set_logger(logger, Config::from_env().0.log);
     }
     let name = if name.is_null() {
@@ -154,7 +154,7 @@ unsafe fn begin<V: Version>(context: u64, descr: &V::Descr) -> u64 {
 /// stands for all.
 ///
 /// # Safety
-/// The data are what the plugin of that id says they are.
+/// The data have the type that the plugin of that id defines.
 #[inline]
 unsafe fn begin_net(context: u64, net: &Net<'_>) -> u64 {
     // SAFETY: passed on; the thread that reports a sum waits for this call.

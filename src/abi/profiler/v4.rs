@@ -1,7 +1,7 @@
 //! v4 of the profiler interface, loaded by NCCL 2.27.
 //!
-//! New against v3: `init` names the communicator and brings NCCL's logger, descriptors no longer do; kernels carry the
-//! GPU's time; steps carry sizes and the wait for the peer; network plugins may update.
+//! New against v3: `init` names the communicator and brings NCCL's logger, which descriptors no longer do. Kernels
+//! carry the GPU's time. Steps carry sizes and the wait for the peer. Network plugins may update.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;

@@ -1,7 +1,7 @@
 //! v5 of the profiler interface, loaded by NCCL 2.28.
 //!
-//! New against v4: events of the host's calls (groups, collectives, sends and receives, kernel launches), under which
-//! collectives and point-to-point operations now hang, their group being a field; the type is as wide as a word.
+//! New against v4: events of the host's calls (groups, collectives, sends and receives, kernel launches). Collectives
+//! and point-to-point operations are now children of these, and their group is a field. The type is as wide as a word.
 
 use std::ffi::c_void;
 

@@ -122,7 +122,7 @@ unsafe extern "C" fn connect<const API: u8>(
     })
 }
 
-/// The configuration asks for a number of contexts, which all share a pair's connections, and for a traffic class: the
+/// The configuration requests a number of contexts, which all share a pair's connections, and a traffic class: the
 /// connections exist by now, with that of the communicator's network.
 unsafe extern "C" fn create_context<const API: u8>(
     coll_comm: *mut c_void,

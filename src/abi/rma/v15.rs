@@ -1,6 +1,6 @@
 //! v15 of the one-sided interface, loaded by NCCL 2.31.
 //!
-//! New against v14: flags of an operation, which say that more follow. They are not read.
+//! New against v14: flags of an operation, which announce that more follow. They are not read.
 
 use std::ffi::{c_int, c_void};
 

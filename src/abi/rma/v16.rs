@@ -21,7 +21,7 @@ export_rma! {
     }
 }
 
-/// One byte: whether any signal makes all puts visible. To say no is always right.
+/// One byte: whether any signal makes all puts visible. False is always correct.
 unsafe extern "C" fn get_rma_properties<const API: u8>(_coll_comm: *mut c_void, props: *mut c_void) -> ncclResult_t {
     guard::<API>("getRmaProperties", || {
         // SAFETY: NCCL's promise: null, or a place for a struct of one byte.

@@ -2,8 +2,8 @@
 
 use strsim::osa_distance;
 
-/// The candidate nearest to `text` by edit distance, ignoring letter case; None when even the nearest has little in
-/// common with it (more than half of the longer one's characters, without the common prefix, differ).
+/// The candidate nearest to `text` by edit distance, ignoring letter case. None when even the nearest has little in
+/// common with it: more than half of the longer one's characters, without the common prefix, differ.
 pub(crate) fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let text = text.to_ascii_uppercase();
     let (distance, length, candidate) = candidates

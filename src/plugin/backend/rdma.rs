@@ -106,9 +106,9 @@ fn plan(place: usize, adapter: &Arc<Adapter>, rails: &[Rail]) -> Plan {
     }
 }
 
-/// The kinds of memory that a device accepts, as NCCL's flags. The two ways to GPU memory have separate flags: NCCL may
-/// be unable to use DMA-BUF (an old release or driver, `NCCL_DMABUF_ENABLE=0`), and `PTR_CUDA` alone makes it register
-/// GPU memory by its address, which takes a peer-memory module. Without either it copies through host memory.
+/// The kinds of memory that a device accepts, as NCCL's flags. The two ways to GPU memory have separate flags. NCCL may
+/// be unable to use DMA-BUF (an old release or driver, `NCCL_DMABUF_ENABLE=0`). `PTR_CUDA` alone makes it register GPU
+/// memory by its address, which takes a peer-memory module. Without either it copies through host memory.
 fn kinds(has_peer_memory: bool, takes_dmabuf: bool) -> i32 {
     let by_address = if has_peer_memory { PTR_CUDA } else { 0 };
     let by_descriptor = if takes_dmabuf { PTR_DMABUF } else { 0 };

@@ -1,12 +1,12 @@
 //! Which devices NCCL may merge into a virtual device.
 //!
 //! NCCL 2.24 and later request a merge through `makeVDevice` when the members are close enough: by default, when they
-//! are ports of one card (`NCCL_NET_MERGE_LEVEL=PORT`). NCCL measures that distance in its tree of PCI devices, and
+//! are ports of one card (`NCCL_NET_MERGE_LEVEL=PORT`). NCCL measures that distance in its tree of PCI devices. It
 //! attaches every interface without a PCI path to the first processor, so all of them count as ports of one card. Then
-//! it places the merged device beside the members' common PCI parent, which these do not have: the members are removed,
-//! the merged device is not in the tree, and the first collective ends with "Could not find any local path from gpu 0
-//! to net" (`graph/topo.cc`, ncclTopoGetVNicParent; NCCL 2.28.9). VLANs, bonds over virtual NICs, veth, macvlan and
-//! ipvlan have no PCI path.
+//! it places the merged device beside the members' common PCI parent, which these do not have. So the members are
+//! removed, and the merged device is not in the tree. The first collective ends with "Could not find any local path
+//! from gpu 0 to net" (`graph/topo.cc`, ncclTopoGetVNicParent; NCCL 2.28.9). VLANs, bonds over virtual NICs, veth,
+//! macvlan and ipvlan have no PCI path.
 //!
 //! NCCL 2.26 and later use the physical devices when a merge is refused, and log that at INFO. NCCL 2.24 and 2.25 end
 //! the job, so the interface that they load does not offer merging at all (`abi::v9`).

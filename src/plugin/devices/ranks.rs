@@ -2,7 +2,7 @@
 //!
 //! NCCL uses the net devices with the highest bandwidth to a GPU and ignores the others (`graph/topo.cc`,
 //! ncclTopoGetLocal). So the speed that is reported for an interface of unknown speed decides whether it displaces a
-//! real one: an overlay, the USB link to a server's management controller, or the loopback may have an unknown speed.
+//! real one. An overlay, the USB link to a server's management controller, or the loopback may have an unknown speed.
 
 use std::net::IpAddr;
 
@@ -10,8 +10,8 @@ use super::Rail;
 use crate::os::interfaces::{Interface, UNKNOWN_SPEED_MBPS};
 use crate::os::sysfs::Sysfs;
 
-/// Speeds for rails of unknown speed, chosen so that none is preferred to a rail of known speed, and no interface that
-/// reaches no other host is preferred to one that may.
+/// Speeds for rails of unknown speed. They are chosen so that none is preferred to a rail of known speed, and no
+/// interface that reaches no other host is preferred to one that may.
 pub(super) fn settle_unknown_speeds(rails: &mut [Rail], is_overlay: impl Fn(&Rail) -> bool) {
     let is_poor = |rail: &Rail| reaches_few(rail.address.ip()) || is_overlay(rail);
     let known = rails.iter().filter(|rail| rail.running && rail.speed_is_known && !is_poor(rail));
