@@ -177,8 +177,8 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
         if moved >= 0 {
             return Ok(Some(moved as usize));
         }
-        // Checks only the number: "nothing has arrived" is the result of nearly every poll, and not an error. SAFETY:
-        // the C library's, for this thread.
+        // Checks only the number: "nothing has arrived" is the result of nearly every poll, and not an error.
+        // SAFETY: the C library's, for this thread.
         match unsafe { *libc::__errno_location() } {
             libc::EAGAIN => return Ok(None),
             libc::EINTR => {}

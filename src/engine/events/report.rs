@@ -180,7 +180,8 @@ impl Events {
         let Some(transfers) = desk.transfers.get(usize::from(slot)) else { return };
         if transfers[..parts].iter().any(|transfer| transfer.is_followed) && notes.are_there() {
             // The request ended after all notes about it were made. They are read even if nothing is to be reported: no
-            // note may be left for the next request in this slot. SAFETY: the caller keeps this function's promise.
+            // note may be left for the next request in this slot.
+            // SAFETY: the caller keeps this function's promise.
             unsafe { self.read(sink, notes, &mut desk, Some(slot)) };
         }
         let Desk { paths, reconnects, transfers, .. } = &mut *desk;

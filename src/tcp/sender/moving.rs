@@ -227,8 +227,8 @@ impl SendConn {
         }
         let Some(ticket) = payload.ticket.take() else { return };
         if self.recovery && payload.replay.is_none() {
-            // A sealed message was not copied before. SAFETY: the request has not ended, so the buffer is the
-            // transport's.
+            // A sealed message was not copied before.
+            // SAFETY: the request has not ended, so the buffer is the transport's.
             payload.replay = Some(unsafe { COPIES.copy(payload.data, payload.length as usize) });
         }
         Counters::count(&self.counters.messages, 1);
