@@ -26,7 +26,7 @@ const REPEAT: Duration = Duration::from_secs(30);
 /// found by themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR), or
 /// over TCP with the job's key (--host).
 ///
-/// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be determined.
+/// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Look again every two seconds, and print the answer when it changes, else every 30 seconds.

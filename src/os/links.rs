@@ -61,7 +61,7 @@ impl Links {
         Ok(Self(fd))
     }
 
-    /// What has happened since the last read.
+    /// The events since the last read.
     pub(crate) fn read(&self) -> News {
         let mut news = News::default();
         let mut buffer = [0_u8; 16 << 10];

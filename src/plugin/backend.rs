@@ -259,7 +259,7 @@ pub(crate) trait Receiving: Connected {
     fn iflush(&self, backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>>;
 }
 
-/// A connection and what it has carried.
+/// A connection and its counters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Description {
     /// Its number, which together with the direction identifies it.

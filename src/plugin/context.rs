@@ -93,7 +93,7 @@ impl Left {
     }
 }
 
-/// What one `init` started.
+/// The state that one `init` started.
 pub(crate) struct Context {
     /// NCCL's id of the communicator; 0 before v11.
     comm_id: u64,

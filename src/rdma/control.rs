@@ -167,7 +167,7 @@ impl Control {
         }
     }
 
-    /// Reads what has arrived. None: nothing at the moment.
+    /// Reads the bytes that have arrived. None: there are none at the moment.
     ///
     /// # Errors
     /// How the socket ended.

@@ -141,7 +141,7 @@ impl Port {
 /// A port that may be used, with its device.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenPort {
-    /// What it is.
+    /// The port's properties.
     pub port: Port,
     /// Its device, opened.
     pub context: Context,

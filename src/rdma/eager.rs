@@ -89,7 +89,7 @@ impl Head {
     }
 }
 
-/// The content of an immediate in place of a head: the same tag as the last short message, and what has changed since.
+/// The content of an immediate in place of a head: the same tag as the last short message, and the changes since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CompressedHeader {
     /// How far the number is ahead of the last one's; 0: there is a head.

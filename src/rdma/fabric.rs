@@ -46,7 +46,7 @@ pub(crate) struct Qp {
     is_running: bool,
     /// Its state; see [`recovery`](super::recovery).
     pub(super) state: QpState,
-    /// What has failed on it, and must still be handled.
+    /// A failure on it that must still be handled.
     pub(super) trouble: Option<Trouble>,
     /// Shared by all queue pairs.
     alarm: Alarm,

@@ -15,7 +15,7 @@ use super::stripe::Share;
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
 
-/// What one immediate covers.
+/// The messages that one immediate covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
     /// A share of the message with this key, or, as the last one of a run, a whole message and those before it that end

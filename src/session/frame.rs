@@ -72,8 +72,8 @@ pub enum Type {
     /// and `tag` are the options of enhanced connection establishment: vendor and options in the halves of `offset`,
     /// the mask in `tag`. With `total` 2, sender → receiver: a first write over the new queue pair was acknowledged.
     QueuePair = 9,
-    /// Receiver → sender: as [`Type::Ack`], plus what was received on every stream: a count of frames for each, in
-    /// order of their numbers, 8 bytes each.
+    /// Receiver → sender: as [`Type::Ack`], plus the counts of frames received on every stream, in order of their
+    /// numbers, 8 bytes each.
     Acks = 10,
 }
 

@@ -1,8 +1,8 @@
 //! What both directions of a connection have in common: its streams, its requests, its first failure, and what is known
 //! about the peer.
 //!
-//! A [`Direction`] adds its protocol core and what it does on a stream. All calls between the two are resolved when
-//! the library is compiled.
+//! A [`Direction`] adds its protocol core and its work on a stream. All calls between the two are resolved when the
+//! library is compiled.
 //!
 //! Locks, in order: a stream (try-lock on the data path), the state, and one of the small ones (outbox, monitors, inquiry,
 //! deliveries and so on). The state's lock is held for bookkeeping and for copies of at most one chunk, never across a

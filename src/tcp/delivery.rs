@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(deliveries.segment(0), Some(1220));
     }
 
-    /// A message goes from stream to stream: each is silent once, while others come back.
+    /// A message goes from stream to stream: each is silent once, while others reconnect.
     #[test]
     fn streams_that_are_silent_by_turns_teach_what_one_does() {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));

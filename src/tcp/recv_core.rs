@@ -4,7 +4,7 @@
 //! order in which streams deliver. A short message that arrives before its receive is staged; a long one arrives only
 //! after the receive was announced by a clear-to-send.
 //!
-//! Everything that arrives is checked against what was posted before a byte is placed: the peer has proved that it
+//! Every frame that arrives is checked against the posted receives before a byte is placed: the peer has proved that it
 //! holds the secret, but it may still be broken.
 
 use std::collections::VecDeque;
@@ -180,7 +180,7 @@ pub struct RecvCore {
     reported: u64,
     /// Receives that the peer has referred to and that are not posted.
     early: u64,
-    /// The sender may take the path for a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
+    /// The sender may treat the path as a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
     far: bool,
 }
 
@@ -289,8 +289,8 @@ impl RecvCore {
     /// A data frame begins on stream `index`. Returns where its payload goes.
     ///
     /// # Errors
-    /// A remote error when the frame contradicts what was posted or sent before; a usage error when the message is
-    /// longer than its receive.
+    /// A remote error when the frame contradicts the posted receives or earlier frames; a usage error when the message
+    /// is longer than its receive.
     #[inline]
     pub fn begin(&mut self, index: usize, header: &Header) -> Result<Place> {
         let stream = self.streams.get(index).ok_or_else(|| Error::remote("a frame came on an unknown stream"))?;

@@ -33,7 +33,7 @@ use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 /// Names a message from its posting to its end.
 pub type Key = usize;
 
-/// The result of posting a message, or what it waits for.
+/// The result of posting a message: it is ready, or it waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admit {
     /// The first stream can take it now.
@@ -507,8 +507,8 @@ impl SendCore {
         }
     }
 
-    /// Whether a thread that sends short messages should read what has come back on the first stream. Their requests are
-    /// done at once, so NCCL does not test them again. But the receiver acknowledges as it goes along. A sender that
+    /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Their requests
+    /// are done at once, so NCCL does not test them again. But the receiver acknowledges as it goes along. A sender that
     /// does not read the acknowledgements considers its credit used up, and soon wants an acknowledgement of each
     /// message. While a receiver is behind, this is not true for every message.
     #[inline]
@@ -734,7 +734,7 @@ impl SendCore {
     /// eager window so far. Messages that are wholly acknowledged go to `done`, and their keys are free again.
     ///
     /// # Errors
-    /// A remote error when it acknowledges what was never sent.
+    /// A remote error when it acknowledges frames that were never sent.
     pub fn acknowledge(&mut self, index: usize, frames: u64, credit: u64, done: &mut Vec<Key>) -> Result<()> {
         self.take_in(index, frames, done)?;
         self.take_credit_back(credit)
@@ -900,7 +900,7 @@ impl SendCore {
         Ok(None)
     }
 
-    /// Stream `index` broke. What it carried is in doubt until [`SendCore::fenced`]. Returns whether it was live.
+    /// Stream `index` broke. Its frames are in doubt until [`SendCore::fenced`]. Returns whether it was live.
     pub fn stream_down(&mut self, index: usize) -> bool {
         let was_live = self.streams.get_mut(index).is_some_and(|stream| {
             stream.unfenced |= stream.live;
@@ -967,7 +967,7 @@ impl SendCore {
         )
     }
 
-    /// Bytes of credit that were used and have not come back.
+    /// Bytes of credit that were used and not returned.
     #[inline]
     pub(super) fn credit_out(&self) -> u64 {
         self.credit_used + self.eager_window - self.credit_limit
@@ -1387,7 +1387,7 @@ mod tests {
         core.acknowledge(2, 1, 0, &mut done).unwrap();
         core.acknowledge(4, 1, 0, &mut done).unwrap();
         assert_eq!(core.take_landed(), None, "there is more to come");
-        // The third stream breaks, and the first sends what was lost.
+        // The third stream breaks, and the first resends its chunk.
         core.stream_down(3);
         assert_eq!(core.fenced(3, 0, 0, &mut done).unwrap(), 1);
         assert!(core.next_chunk(1).is_some_and(|chunk| chunk.again && chunk.offset == 2 * CHUNK_MIN));
@@ -1438,7 +1438,7 @@ mod tests {
         core.post(64, 0, false).unwrap();
         assert!(core.next_chunk(0).is_some());
         core.written(0);
-        // It comes back in one thread...
+        // One thread reconnects it...
         assert!(core.end_epoch(0, 0));
         assert_eq!(core.fenced(0, 0, 0, &mut done).unwrap(), 1);
         core.stream_up(0, 1);

@@ -110,7 +110,7 @@ impl Outgoing {
         }
     }
 
-    /// Sends what the socket accepts now of what is left after `sent` bytes.
+    /// Sends as many of the bytes after the first `sent` as the socket accepts now.
     ///
     /// # Errors
     /// As [`wire::send`].

@@ -13,7 +13,7 @@ use crate::engine::poller::Registration;
 use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
-/// Request: read what has arrived.
+/// Request: read the bytes that have arrived.
 pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
 pub(crate) const WRITE: u8 = 2;

@@ -61,7 +61,7 @@ impl Pace {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window {
     bytes: u64,
-    /// What it may be at most.
+    /// The largest window.
     full: u64,
 }
 

@@ -116,7 +116,7 @@ impl Chain {
         self.mask.load(Ordering::Relaxed) as u32
     }
 
-    /// How many of its events were declined for want of room.
+    /// How many of its events were declined for lack of room.
     pub(crate) fn declined(&self) -> u64 {
         self.declined.load(Ordering::Relaxed)
     }

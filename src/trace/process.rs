@@ -16,7 +16,7 @@ use crate::os::ticks::Ticks;
 /// More than the sends of a proxy thread that wait for their peers.
 pub(super) const PEER_WAITS: usize = 256;
 
-/// What was dropped for want of room, by kind of start, then states and stops.
+/// How many events were dropped for lack of room, by kind of start, then states and stops.
 #[derive(Debug, Default)]
 pub(super) struct Drops {
     /// Starts declined, by the kind's place in the mask.

@@ -71,7 +71,7 @@ impl Events {
         reader != Reader::None
     }
 
-    /// NCCL's thread, in `isend`, `irecv` or `test`: reports what has been noted since the last time.
+    /// NCCL's thread, in `isend`, `irecv` or `test`: reports the notes made since the last call.
     ///
     /// # Safety
     /// As [`Listener::start`](super::Listener::start), for every request of the connection.
@@ -124,7 +124,8 @@ impl Events {
         requests.finish(ticket)
     }
 
-    /// NCCL's thread, in `isend` or `test`: reports everything of the request if it is done, else what has been noted.
+    /// NCCL's thread, in `isend` or `test`: reports all events of the request if it is done, otherwise those noted so
+    /// far.
     ///
     /// # Safety
     /// As [`Events::report`].

@@ -68,7 +68,7 @@ impl<'a> Source<'a> {
 /// A stream or queue pair, and its remote end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Path {
-    /// What it is.
+    /// The socket or queue pair.
     pub carrier: Carrier,
     /// Which of the device's interfaces or cards it uses.
     pub rail: u16,

@@ -33,7 +33,7 @@ impl SendEnd for Fake {
     fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
         assert!(!self.panics, "a defect");
         if size == HEADER {
-            // SAFETY: so many bytes are readable until the request has ended.
+            // SAFETY: `size` bytes are readable until the request has ended.
             self.sent.lock().unwrap().push(unsafe { *data.add(4) });
         }
         Ok(Some(1))

@@ -37,9 +37,9 @@ pub(crate) fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     }
 }
 
-/// Further stream `index` was not connected in time. That never ends the connection: if all its streams are away at
-/// this moment, their repairs decide. The stream is requested again: soon after an outage of all streams, rarely while
-/// only this one fails.
+/// Further stream `index` was not connected in time. That never ends the connection: if all its streams are
+/// disconnected at this moment, their repairs decide. The stream is requested again: soon after an outage of all
+/// streams, rarely while only this one fails.
 fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, error: &Error) {
     conn.goes_without(index, error);
     if !conn.recovers() || conn.is_over() {

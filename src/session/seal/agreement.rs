@@ -53,9 +53,9 @@ impl std::fmt::Debug for StreamKey {
 /// The keys of one epoch of a stream, as one side uses them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keys {
-    /// For what this side sends.
+    /// For the data that this side sends.
     pub send: StreamKey,
-    /// For what it receives.
+    /// For the data that it receives.
     pub receive: StreamKey,
 }
 

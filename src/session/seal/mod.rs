@@ -10,7 +10,7 @@
 //!
 //! Guarantee: with a checksum or encryption, no byte reaches NCCL's buffer or the protocol core before it has been
 //! verified. A frame that fails ends its stream, never the connection by itself: the stream is reconnected in a new
-//! epoch, and what was lost is resent. Without either, streams do not pass through this module at all.
+//! epoch, and lost data is resent. Without either, streams do not pass through this module at all.
 //!
 //! Encryption covers the checksum's purpose, so a stream with both switched on is only encrypted.
 

@@ -168,7 +168,7 @@ impl RecvConn {
         if index >= MAX_STREAMS {
             return None;
         }
-        // The stream may have come back in the meantime, or may be coming back just now.
+        // The stream may have reconnected in the meantime, or may be reconnecting at this moment.
         let wanted = || Some(self.state()).filter(|state| !state.core.has_outlived(index, epoch));
         if let Some(io) = self.streams[index].take_if(wanted)? {
             self.health.stream_down();

@@ -230,8 +230,8 @@ fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
     }
 }
 
-/// The first stream is away when the connection fails. The sender must receive the cause over another stream, and not wait
-/// for a stream that does not reconnect.
+/// The first stream is not connected when the connection fails. The sender must receive the cause over another stream, and
+/// not wait for a stream that does not reconnect.
 #[test]
 fn a_failure_is_told_on_every_stream() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());

@@ -22,7 +22,7 @@ enum Parting {
     Answered,
     /// The receiver's process takes too long, and there is no sign that anything is lost.
     Late,
-    /// Nothing comes back, or something was lost with a stream.
+    /// Nothing comes back, or data was lost with a stream.
     Silent,
     /// Closes towards this peer have used up their time.
     Spent,

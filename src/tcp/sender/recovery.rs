@@ -1,4 +1,4 @@
-//! Streams that end and come back: which thread decides, what the sender requests from the receiver, and what the control
+//! Streams that end and reconnect: which thread decides, what the sender requests from the receiver, and what the control
 //! thread polls.
 
 use std::io;

@@ -309,7 +309,7 @@ fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     conn.close();
 }
 
-/// A query over the last streams is lost with them, and the path of a stream may stay silent while others come back.
+/// A query over the last streams is lost with them, and the path of a stream may stay silent while others reconnect.
 /// Its chunks would stay in doubt for as long.
 #[test]
 fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {

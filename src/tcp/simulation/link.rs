@@ -5,7 +5,7 @@ use super::ledger::Ledger;
 use super::world::{Mischief, World};
 use crate::os::error::Result;
 
-/// Both ends. Streams stall, are cut and come back, as in an honest game.
+/// Both ends. Streams stall, are cut and reconnect, as in an honest game.
 pub(crate) struct Link(World);
 
 impl Link {

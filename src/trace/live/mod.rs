@@ -105,7 +105,7 @@ pub(crate) struct CommState {
     pub exchanged: Vec<(i32, u64, u64)>,
     /// Open steps.
     pub open_steps: usize,
-    /// What they wait for, the oldest first.
+    /// The waits of these steps, the oldest first.
     pub waits: Vec<WaitState>,
 }
 

@@ -26,7 +26,7 @@ const ARROWS: usize = 128;
 /// not made longer.
 const KEPT: usize = 4096;
 
-/// Calls that may be incomplete at once in a communicator; beyond that the oldest is taken for complete.
+/// Calls that may be incomplete at once in a communicator; beyond that the oldest is considered complete.
 const INCOMPLETE: usize = 4096;
 
 /// One collective or point-to-point operation.

@@ -198,8 +198,8 @@ impl TraceFile {
         !self.full && std::mem::take(&mut self.made_room)
     }
 
-    /// Writes what was added. On a full disk the file before this one makes room; where there is none, the file is cut back to its
-    /// last whole packet and tracing ends.
+    /// Writes the added packets. On a full disk the file before this one makes room; where there is none, the file is cut back
+    /// to its last whole packet and tracing ends.
     ///
     /// # Errors
     /// Those of the file system; tracing has ended.

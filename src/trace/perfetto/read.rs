@@ -15,7 +15,7 @@ use super::fields::{self, Fields, Value};
 use super::file::Packets;
 use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SLICE_BEGIN, SLICE_END, TracePacket};
 
-/// What one process wrote.
+/// The data that one process wrote.
 #[derive(Debug, Default)]
 pub struct Process {
     /// Which process it was; None in a file that is not Towline's or has lost its beginning.
@@ -114,7 +114,7 @@ pub struct Arrow {
     pub leaves: bool,
 }
 
-/// What one file holds.
+/// The content of one file.
 #[derive(Debug, Default)]
 pub struct Contents {
     /// By packet sequence, in order of appearance.

@@ -183,7 +183,7 @@ impl Tracks {
         let channels: Vec<u64> =
             self.channels.iter().filter(|((owner, _), _)| *owner == comm).map(|(_, &uuid)| uuid).collect();
         self.channels.retain(|(owner, _), _| *owner != comm);
-        // Downwards, level by level: what hangs under what was forgotten.
+        // Downwards, level by level: the tracks below forgotten tracks.
         let mut gone = channels;
         gone.push(comm);
         while !gone.is_empty() {

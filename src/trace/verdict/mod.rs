@@ -257,7 +257,7 @@ impl Member {
         plain(&format!("{}:{}", self.host, self.pid))
     }
 
-    /// What it entered last.
+    /// The call that it entered last.
     fn last(&self) -> Option<&Call> {
         self.calls.last().into_iter().chain(self.transfers.last()).max_by_key(|call| call.entered)
     }
@@ -331,7 +331,7 @@ pub(crate) struct Absent {
     pub rank: i32,
     /// The call.
     pub lacks: Key,
-    /// What it has entered last.
+    /// The call that it entered last.
     pub last: Option<Call>,
 }
 

@@ -9,7 +9,7 @@ pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain. A rank that waits for a peer's data or buffer leads on to that peer. A rank that waits for nothing but its GPU
-/// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
+/// is the end. A GPU that waits only because data is missing is never considered the cause, since its rank waits for the
 /// peer too. A process on the way that has ended, is silent or does not answer explains the chain: what it waits for is as
 /// old as it. A circle ends where what was sent has not arrived ([`Follower::circle`]).
 pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
