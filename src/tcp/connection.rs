@@ -415,7 +415,7 @@ impl<D: Direction> Connection<D> {
     /// Sends control frames on every stream that is connected, since some of them may not work.
     pub(super) fn queue_everywhere(&self, frames: &[u8]) {
         for (index, stream) in self.streams.iter().enumerate() {
-            if stream.peek(|io| io.queue_frames(frames.to_vec())).is_some() {
+            if stream.with_io(|io| io.queue_frames(frames.to_vec())).is_some() {
                 self.run(index, WRITE);
             }
         }

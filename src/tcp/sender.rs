@@ -356,7 +356,7 @@ impl SendConn {
     pub(crate) fn begin(self: &Arc<Self>) -> Result<()> {
         let confirmation = self.link.connection.to_le_bytes();
         // A stream that has broken in the meantime is being connected again, and that confirms the same.
-        self.streams[0].peek(|io| send_all(&io.sock, &confirmation)).unwrap_or(Ok(()))?;
+        self.streams[0].with_io(|io| send_all(&io.sock, &confirmation)).unwrap_or(Ok(()))?;
         let me: Arc<dyn ConnectingSide> = self.clone();
         self.net.remember_connecting(&me);
         if !self.recovery {
@@ -599,7 +599,7 @@ impl SendConn {
 
     /// A control frame for the receiver.
     fn queue_control(&self, index: usize, header: Header) {
-        self.streams[index].peek(|io| io.queue_frames(header.encode().to_vec()));
+        self.streams[index].with_io(|io| io.queue_frames(header.encode().to_vec()));
     }
 
     /// Requests more streams, once.

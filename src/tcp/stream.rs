@@ -2,7 +2,7 @@
 //!
 //! NCCL's thread and a worker may want the same stream at the same moment. On the data path neither waits: a thread
 //! that finds the stream taken leaves a request, and the holder serves the request before it releases the stream. Rare
-//! operations ([`Stream::peek`], [`Stream::take`], [`Stream::end`]) wait until the holder has released it.
+//! operations ([`Stream::with_io`], [`Stream::take`], [`Stream::end`]) wait until the holder has released it.
 //!
 //! A thread that only polls ([`Stream::poll_once`]) leaves no request: it will poll again, and the requests of a thread
 //! that polls in a loop would keep the holder for ever.
@@ -243,11 +243,11 @@ impl<Io> Stream<Io> {
         Some(io)
     }
 
-    /// Calls `check` with the socket and buffers, after waiting for the thread that uses them. For rare things.
-    pub(crate) fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
-        let seen = self.lock().as_deref_mut().map(check);
+    /// Calls `act` with the socket and buffers, after waiting for the thread that uses them. For rare things.
+    pub(crate) fn with_io<T>(&self, act: impl FnOnce(&mut Io) -> T) -> Option<T> {
+        let done = self.lock().as_deref_mut().map(act);
         self.pass_wishes();
-        seen
+        done
     }
 
     /// Does something if the stream is not connected, and keeps it from being connected meanwhile. For rare things.

@@ -35,7 +35,7 @@ impl<D: Direction> Connection<D> {
         // How long nothing has come back on any stream.
         let mut least: Option<Duration> = None;
         for (index, stream) in self.streams.iter().enumerate() {
-            let found = stream.peek(|io| {
+            let found = stream.with_io(|io| {
                 let sample = TcpSample::of(io.sock())?;
                 let monitor = &mut lock(&self.monitors)[index];
                 each(index, io.sock(), sample, monitor);
@@ -70,7 +70,7 @@ impl<D: Direction> Connection<D> {
         let under_way = self.requests.outstanding() > 0 || D::is_under_way(&self.state());
         if self.standstill.is_due(under_way, moved, Instant::now()) {
             for stream in &self.streams {
-                stream.peek(|io| io.sock().set_tcp_nodelay(true));
+                stream.with_io(|io| io.sock().set_tcp_nodelay(true));
             }
         }
     }
@@ -86,12 +86,13 @@ impl<D: Direction> Connection<D> {
             (ip(sock.local_addr()), ip(sock.peer_addr()))
         };
         let dead: Vec<_> =
-            lost.iter().filter_map(|(index, _)| self.streams[*index].peek(|io| path(io.sock()))).collect();
+            lost.iter().filter_map(|(index, _)| self.streams[*index].with_io(|io| path(io.sock()))).collect();
         for (index, stream) in self.streams.iter().enumerate() {
             if lost.iter().any(|(other, _)| *other == index) {
                 continue;
             }
-            let silent = stream.peek(|io| dead.contains(&path(io.sock())).then(|| TcpSample::of(io.sock()))?).flatten();
+            let silent =
+                stream.with_io(|io| dead.contains(&path(io.sock())).then(|| TcpSample::of(io.sock()))?).flatten();
             if let Some(sample) = silent.filter(|sample| sample.silent >= SILENCE + sample.answering()) {
                 lost.push((index, sample.silent));
             }
@@ -100,7 +101,7 @@ impl<D: Direction> Connection<D> {
 
     /// What the kernel reports of each stream that is connected.
     pub(super) fn samples(&self) -> impl Iterator<Item = TcpSample> {
-        self.streams.iter().filter_map(|stream| stream.peek(|io| TcpSample::of(io.sock())).flatten())
+        self.streams.iter().filter_map(|stream| stream.with_io(|io| TcpSample::of(io.sock())).flatten())
     }
 
     /// Whether the peer's kernel has answered anything on one of the streams since then.
@@ -127,7 +128,7 @@ impl<D: Direction> Connection<D> {
         }
         let local = |io: &mut D::Io| io.sock().local_addr().ok().and_then(|address| address.as_socket());
         let is_there = |index: &usize| {
-            self.streams[*index].peek(local).flatten().is_some_and(|address| addresses.contains(&address.ip()))
+            self.streams[*index].with_io(local).flatten().is_some_and(|address| addresses.contains(&address.ip()))
         };
         (0..MAX_STREAMS).filter(is_there).collect()
     }

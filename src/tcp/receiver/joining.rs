@@ -88,7 +88,8 @@ impl ListeningSide for RecvConn {
 
     /// Names the next lost stream in each call, since the sender may already know of some.
     fn lost_epoch(&self, turn: usize) -> (u16, u16) {
-        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
+        let lost: Vec<usize> =
+            (0..MAX_STREAMS).filter(|index| self.streams[*index].with_io(|_| ()).is_none()).collect();
         let state = self.state();
         let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
         let index = known().nth(turn % known().count().max(1)).unwrap_or(0);

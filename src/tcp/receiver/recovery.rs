@@ -146,7 +146,7 @@ impl RecvConn {
             }
         }
         let epoch = self.state().core.epoch(index);
-        self.streams[index].peek(|io| liveness::close_hard(&io.sock));
+        self.streams[index].with_io(|io| liveness::close_hard(&io.sock));
         let Some(frames) = self.fence_stream(index, epoch) else { return };
         tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
         self.send_fenced(index, epoch, frames);

@@ -29,7 +29,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     conn.close();
     // As a handshake would that had ended by then.
     let _late = join(&conn, 1);
-    assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
+    assert!(conn.streams[1].with_io(|_| ()).is_none() && conn.health.live() == 0);
 }
 
 /// Workers poll longer only for what a GPU waits for: a few short messages.

@@ -66,7 +66,7 @@ impl Advance {
         let mut grown = frames > std::mem::replace(&mut self.frames, frames);
         for (stream, last) in conn.streams.iter().zip(&mut self.bytes) {
             let acknowledged = |io: &mut Io| Some((io.epoch, liveness::acknowledged(&io.sock)?));
-            let Some((epoch, bytes)) = stream.peek(acknowledged).flatten() else { continue };
+            let Some((epoch, bytes)) = stream.with_io(acknowledged).flatten() else { continue };
             grown |= last.is_some_and(|last| last.0 == epoch && last.1 < bytes);
             *last = Some((epoch, bytes));
         }
@@ -137,7 +137,7 @@ impl SendConn {
         let start = Instant::now();
         while !self.is_spent(advance) && !self.health.is_failed() && !self.health.is_peer_done() {
             self.run(self.control_stream(), READ | WRITE);
-            let written = |stream: &Stream<Io>| stream.peek(|io| io.out.is_none()).unwrap_or(true);
+            let written = |stream: &Stream<Io>| stream.with_io(|io| io.out.is_none()).unwrap_or(true);
             if !self.state().core.has_ready() && self.streams.iter().all(written) {
                 return;
             }
@@ -163,7 +163,7 @@ impl SendConn {
             // Streams that have ended in the meantime answer nothing.
             let there = self.health.live() > 0 || self.health.is_peer_done();
             let has_it = || !self.recovery || self.health.is_peer_done() || self.state().core.is_idle();
-            let is_sent = self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true));
+            let is_sent = self.streams.iter().all(|stream| stream.with_io(gone).unwrap_or(true));
             if is_sent && has_it() {
                 answered = there;
                 break;
@@ -195,7 +195,7 @@ impl SendConn {
         let total = self.state().core.next_number() + 1;
         let goodbye = Header { total, ..Header::of(Type::Bye, 0) }.encode();
         for stream in &self.streams {
-            stream.peek(|io| {
+            stream.with_io(|io| {
                 if !std::mem::replace(&mut io.parted, true) {
                     io.control.extend_from_slice(&goodbye);
                 }
@@ -214,7 +214,7 @@ impl SendConn {
         self.queue_goodbyes();
         for (index, stream) in self.streams.iter().enumerate() {
             self.run(index, READ | WRITE);
-            stream.peek(end_if_written);
+            stream.with_io(end_if_written);
         }
         self.finish();
     }

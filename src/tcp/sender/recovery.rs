@@ -284,7 +284,7 @@ impl SendConn {
         if !outstanding && !unfenced {
             // From now on only the kernel's own slow probes watch the streams, and the kernel decides.
             for (index, stream) in self.streams.iter().enumerate() {
-                stream.peek(|io| lock(&self.monitors)[index].stop_probing(&io.sock, &seldom));
+                stream.with_io(|io| lock(&self.monitors)[index].stop_probing(&io.sock, &seldom));
             }
             self.chores.end();
             return Progress::default();

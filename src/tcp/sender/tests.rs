@@ -244,7 +244,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     let (late, mut other_end) = loopback::sockets();
     // As a handshake that had ended by then.
     Arc::clone(&conn).rejoined(joined(1, 1, late)).expect("it is told of no failure");
-    assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
+    assert!(conn.streams[1].with_io(|_| ()).is_none() && conn.health.live() == 0);
     // The peer sees the end.
     other_end.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
     assert_eq!(other_end.read(&mut [0; HEADER]).expect("the control thread closes it"), 0);

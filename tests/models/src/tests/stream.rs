@@ -98,16 +98,16 @@ fn what_is_posted_by_two_threads_while_a_third_has_the_stream_is_moved() {
     });
 }
 
-/// A thread that only peeks serves no other thread's request, but leaves none behind either.
+/// A thread that waits for the stream (`with_io`) serves no other thread's request, but leaves none behind either.
 #[test]
-fn what_is_posted_beside_a_peek_is_moved_or_left_to_the_worker() {
+fn what_is_posted_beside_a_with_io_is_moved_or_left_to_the_worker() {
     loom::model(|| {
         let shared = Shared::new();
         shared.stream.watch(shared.worker.clone());
         let other = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                shared.stream.peek(|()| ());
+                shared.stream.with_io(|()| ());
             })
         };
         shared.post();
@@ -158,7 +158,7 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
         shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
         // Either the other thread broke the old epoch, or it came late and broke the new one, whose registration went with it.
-        let lives = shared.stream.peek(|()| ()).is_some();
+        let lives = shared.stream.with_io(|()| ()).is_some();
         let before = shared.worker.kicks();
         shared.stream.kick();
         assert_eq!(shared.worker.kicks() - before, u32::from(lives), "lives: {lives}");
@@ -184,7 +184,7 @@ fn a_stream_that_comes_back_while_its_former_epoch_is_ended_keeps_all_it_has() {
         shared.stream.watch(shared.worker.clone());
         shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
-        assert!(shared.stream.peek(|()| ()).is_some(), "its socket");
+        assert!(shared.stream.with_io(|()| ()).is_some(), "its socket");
         let before = shared.worker.kicks();
         shared.stream.kick();
         assert_eq!(shared.worker.kicks() - before, 1, "its place");
@@ -217,7 +217,7 @@ fn a_stream_that_comes_back_after_its_end_is_not_used() {
         let late = other.join().unwrap();
         // The first epoch was there to begin with, and the end had that or the next one.
         assert!(had_it);
-        assert!(shared.stream.peek(|()| ()).is_none() && shared.stream.install(Box::new(())).is_err());
+        assert!(shared.stream.with_io(|()| ()).is_none() && shared.stream.install(Box::new(())).is_err());
         let before = shared.worker.kicks();
         shared.stream.kick();
         assert_eq!(shared.worker.kicks(), before, "nothing is left at the worker, late: {late}");
