@@ -27,9 +27,9 @@ pub(crate) trait Again: Send + Sync {
 
 /// Which streams of a connection wait here, each at most once.
 #[derive(Debug, Default)]
-pub(crate) struct Short(AtomicU32);
+pub(crate) struct Starved(AtomicU32);
 
-impl Short {
+impl Starved {
     /// Stream `index` waits from now on. Returns whether it did not before.
     pub(crate) fn begins(&self, index: usize) -> bool {
         self.0.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0

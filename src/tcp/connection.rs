@@ -35,7 +35,7 @@ use crate::session::net::Net;
 use crate::session::owner::Owner;
 use crate::session::peer::{Broken, Health, Peer, failure, left_early, lost};
 use crate::session::seal::damage::Damage;
-use crate::session::shortage::{Again, Short};
+use crate::session::shortage::{Again, Starved};
 use crate::session::wire::{self, Piece};
 
 /// How often a close checks whether more was acknowledged.
@@ -154,14 +154,15 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last message for workers was short, and one of few ([`HOT_BETWEEN`]).
-    pub(super) is_short: AtomicBool,
+    /// Whether workers poll longer before they sleep: their last message was below [`CHUNK_MAX`], and one of few
+    /// ([`HOT_BETWEEN`]).
+    pub(super) polls_longer: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
     pub(super) chores: Chores,
     pub(super) monitors: Mutex<[LivenessMonitor; MAX_STREAMS]>,
     /// Streams for which the kernel had no memory.
-    short: Short,
+    starved: Starved,
     /// The inquiry whether the peer's process is alive, while one is under way.
     pub(super) inquiry: Mutex<Option<PeerInquiry>>,
     pub(super) ended: Ended,
@@ -195,11 +196,11 @@ impl<D: Direction> Connection<D> {
             events: Events::default(),
             recovery,
             closing: AtomicBool::new(false),
-            is_short: AtomicBool::new(false),
+            polls_longer: AtomicBool::new(false),
             first_live: AtomicBool::new(false),
             chores: Chores::default(),
             monitors: Mutex::default(),
-            short: Short::default(),
+            starved: Starved::default(),
             inquiry: Mutex::new(None),
             ended: Ended::default(),
             turn,
@@ -241,7 +242,7 @@ impl<D: Direction> Connection<D> {
     /// messages that are not sent yet.
     #[inline]
     pub(super) fn note_message(&self, length: u64, under_way: usize) {
-        self.is_short.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
+        self.polls_longer.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
     }
 
     /// Registers a socket with the worker of stream `index`. Every step of adding a stream that may fail is here, so
@@ -475,7 +476,7 @@ impl<D: Direction> Connection<D> {
 
     /// The kernel had no memory for a call on a stream: the call is repeated in a moment.
     pub(super) fn starved(&self, index: usize, error: &io::Error) {
-        if self.short.begins(index) {
+        if self.starved.begins(index) {
             self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
@@ -561,7 +562,7 @@ impl<D: Direction> Kept for Connection<D> {
 
 impl<D: Direction> Again for Connection<D> {
     fn again(&self, index: usize) {
-        self.short.ends(index);
+        self.starved.ends(index);
         self.run(index, READ | WRITE);
     }
 }
@@ -599,8 +600,8 @@ impl<D: Direction> Source for StreamSource<D> {
     }
 
     fn hot(&self) -> Duration {
-        let is_short = |conn: Arc<Connection<D>>| conn.is_short.load(Ordering::Relaxed);
-        if self.conn.upgrade().is_some_and(is_short) { HOT_BETWEEN } else { HOT }
+        let polls_longer = |conn: Arc<Connection<D>>| conn.polls_longer.load(Ordering::Relaxed);
+        if self.conn.upgrade().is_some_and(polls_longer) { HOT_BETWEEN } else { HOT }
     }
 
     fn fail(&self, error: Error) {

@@ -78,7 +78,7 @@ pub(crate) struct State {
 struct Leaving {
     key: Key,
     length: u32,
-    /// A whole message, so short that it is copied when it has left.
+    /// A whole message that is copied for a possible resend when it has left ([`SendCore::fly`]).
     copied: bool,
     /// Its request may end then, so the end of the write must be recorded.
     ends: bool,
@@ -90,7 +90,7 @@ enum Outgoing {
     Control(Vec<u8>),
     /// A header, which the stream holds ([`Io::header`]), and a chunk from where NCCL has it.
     Framed(Piece, Leaving),
-    /// A whole short message with its header, from the copy.
+    /// A whole message with its header, from its copy: up to [`COPY_FIRST_MAX`] bytes, or a resend.
     Whole(Piece, Leaving),
     /// Any of these, with its checksum or encrypted.
     Sealed(Sealed, Option<Leaving>),
@@ -440,13 +440,12 @@ impl SendConn {
             self.grow();
         }
         let hand_over = self.is_for_workers(length as u64);
-        let short = length as u64 <= EAGER_MAX && !hand_over;
+        let sends_itself = length as u64 <= EAGER_MAX && !hand_over;
         let posted_at = self.events.follow(ticket.slot, 0, profiler);
         // The number of a message that is done when it is posted.
         let mut done_as = None;
-        // A short message is sent in this call if the first stream is free. As always, the stream is locked before the
-        // state.
-        let mut held = if short { self.streams[0].hold() } else { None };
+        // The message is sent in this call if the first stream is free. As always, the stream is locked before the state.
+        let mut held = if sends_itself { self.streams[0].hold() } else { None };
         let mut wish = WRITE;
         let posted = {
             let mut state = self.state();
@@ -482,6 +481,7 @@ impl SendConn {
             }
             Ok((_, Admit::Striped)) => {
                 self.wake_streams(length as u64);
+                // No wish: only releases the stream, and serves what others left meanwhile.
                 self.run_held(held, 0, 0);
             }
             Ok((key, Admit::AwaitsReceiver)) => {
@@ -510,8 +510,8 @@ impl SendConn {
                 began,
             );
         }
-        // A short message is reported only when it has left, because the report takes a tenth of its latency.
-        if short && self.events.has_sink() && self.requests.is_done(ticket) {
+        // Reported only when it has left, because the report takes a tenth of a short message's latency.
+        if sends_itself && self.events.has_sink() && self.requests.is_done(ticket) {
             // SAFETY: inside isend.
             unsafe { self.events.settle(&self.requests, ticket) };
         }
@@ -627,7 +627,7 @@ impl SendConn {
         }
     }
 
-    /// Starts as many streams as a message can use.
+    /// Starts as many streams as a message can use. Without further streams the calling thread sends it on the first.
     fn wake_streams(&self, length: u64) {
         let (streams, count) = self.state().core.engage(length);
         for &index in &streams[..count] {

@@ -56,7 +56,7 @@ fn workers_poll_longer_for_few_short_messages() {
             conn.run(1, READ);
             conn.counters().bytes.load(Ordering::Relaxed) > before
         });
-        assert_eq!(conn.is_short.load(Ordering::Relaxed), longer, "message {order}, {total} bytes");
+        assert_eq!(conn.polls_longer.load(Ordering::Relaxed), longer, "message {order}, {total} bytes");
     }
     conn.close();
 }

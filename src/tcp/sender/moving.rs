@@ -105,8 +105,7 @@ impl SendConn {
                     if left.is_some() && to_book.is_none() {
                         io.written.count();
                     }
-                    // A short message whose request is done, and nothing behind it: the state need not be checked
-                    // again.
+                    // A message whose request is done, and nothing behind it: the state need not be checked again.
                     if to_book.is_none() && !io.more {
                         return Ok(moved);
                     }
@@ -206,7 +205,7 @@ impl SendConn {
         Some(Outgoing::Framed(body, leaving))
     }
 
-    /// The copy for a possible resend that ends the request of a message just sent: short, and not copied before.
+    /// The copy for a possible resend that ends the request of a message just sent, unless it was copied before.
     #[inline]
     fn copy_of(&self, out: &Outgoing) -> Option<Vec<u8>> {
         let Outgoing::Framed(body, Leaving { copied: true, .. }) = out else { return None };
@@ -214,8 +213,8 @@ impl SendConn {
         Some(unsafe { COPIES.copy(body.data, body.length) })
     }
 
-    /// The kernel took a whole chunk for the first time. That ends the request of a message that is short enough to be
-    /// copied, or needs no copy.
+    /// The kernel took a whole chunk for the first time. That ends the request of a message that is copied now, or needs
+    /// no copy.
     fn chunk_written(&self, state: &mut State, left: &Leaving, copy: Option<Vec<u8>>) {
         let payload = state.payloads[left.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(left.length);

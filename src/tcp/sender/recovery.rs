@@ -257,7 +257,7 @@ impl SendConn {
         let mut arrived = [Arrived::default(); MAX_STREAMS];
         for index in 0..MAX_STREAMS {
             let mut state = self.state();
-            // The thread that sends a short message does not call the core if its request is already done.
+            // A thread that sends a message whose request is already done does not call the core.
             self.settle_claims(&mut state, index);
             (in_doubt[index], arrived[index]) = (state.core.in_doubt(index), state.core.arrived(index));
         }

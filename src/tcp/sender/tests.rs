@@ -103,7 +103,7 @@ fn workers_poll_longer_while_few_short_messages_are_open() {
     for number in 1..=FEW + 2 {
         // SAFETY: the bytes outlive the connection, and no profiler is loaded.
         unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) }.expect("it lives").expect("a slot");
-        assert_eq!(conn.is_short.load(Ordering::Relaxed), number <= FEW, "message {number}");
+        assert_eq!(conn.polls_longer.load(Ordering::Relaxed), number <= FEW, "message {number}");
     }
     conn.close();
 }
