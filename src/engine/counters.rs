@@ -28,7 +28,7 @@ pub(crate) struct Counters {
     /// Streams that reconnected after a break.
     pub reconnects: AtomicU64,
     /// Queue pairs that were lost.
-    pub lost_pairs: AtomicU64,
+    pub lost_queue_pairs: AtomicU64,
     /// Frames that arrived damaged, by their checksum or tag.
     pub damaged: AtomicU64,
 }
@@ -63,9 +63,9 @@ impl fmt::Display for Counters {
         if resends + reconnects > 0 {
             write!(f, ", {resends} resends, {reconnects} reconnects")?;
         }
-        let lost_pairs = get(&self.lost_pairs);
-        if lost_pairs > 0 {
-            write!(f, ", {lost_pairs} queue pairs lost")?;
+        let lost_queue_pairs = get(&self.lost_queue_pairs);
+        if lost_queue_pairs > 0 {
+            write!(f, ", {lost_queue_pairs} queue pairs lost")?;
         }
         let damaged = get(&self.damaged);
         if damaged > 0 {

@@ -181,8 +181,8 @@ impl Ends {
     }
 
     /// Queue pairs that sender and receiver have lost so far.
-    pub(super) fn lost_pairs(&self) -> [u64; 2] {
-        [self.send.base(), self.recv.base()].map(|base| base.counters.lost_pairs.load(Ordering::Relaxed))
+    pub(super) fn lost_queue_pairs(&self) -> [u64; 2] {
+        [self.send.base(), self.recv.base()].map(|base| base.counters.lost_queue_pairs.load(Ordering::Relaxed))
     }
 
     /// Closes both, the receiver first.

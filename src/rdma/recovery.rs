@@ -191,7 +191,7 @@ impl Base {
             qp.state = QpState::Stopping { since: now };
         }
         let Some(error) = first else { return Ok(()) };
-        Counters::count(&self.counters.lost_pairs, lost);
+        Counters::count(&self.counters.lost_queue_pairs, lost);
         if !self.is_closing() {
             let (doing, peer, all) = (self.doing, &self.peer, fabric.qps.len());
             if left > 0 {

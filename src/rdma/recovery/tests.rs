@@ -142,7 +142,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         all_are_back(&ends);
         traffic(&ends, &mut dice, 30, |_, _| ());
         ends.recv.with_fabric(|fabric| assert!(fabric.qps().iter().all(|qp| qp.arrived > 0), "one is not used"));
-        let [sender, receiver] = ends.lost_pairs();
+        let [sender, receiver] = ends.lost_queue_pairs();
         println!("round {round}: {qps} queue pairs; {receiver} were lost");
         assert!(sender > 0 && sender == receiver);
         ends.send.close();
@@ -152,7 +152,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
 
 /// Breaks the first queue pair, under traffic, and returns after how long it carries messages again.
 fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
-    let lost = || ends.lost_pairs()[0];
+    let lost = || ends.lost_queue_pairs()[0];
     let (before, began) = (lost(), Instant::now());
     ends.send.with_fabric(|fabric| fabric.qps()[0].break_pair());
     let mut is_back = false;
@@ -241,7 +241,7 @@ fn a_queue_pair_that_is_reported_failed_is_done_without() {
     let (index, queue) = ends.queues[0];
     assert!(ends.receiving[index].queue_failed(queue, "QP fatal error"));
     traffic(&ends, &mut Dice(4), 40, |_, _| ());
-    until("both sides give it up", || (ends.lost_pairs() == [1, 1]).then_some(()));
+    until("both sides give it up", || (ends.lost_queue_pairs() == [1, 1]).then_some(()));
     all_are_back(&ends);
     traffic(&ends, &mut Dice(5), 40, |_, _| ());
     ends.close();
@@ -254,7 +254,7 @@ fn a_queue_pair_that_is_reported_failed_is_done_without() {
 fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
     let ends = Ends::connect(&Plan::two_ports());
     traffic(&ends, &mut Dice(8), 10, |_, _| ());
-    let is_lost = || ends.lost_pairs()[0] == 1;
+    let is_lost = || ends.lost_queue_pairs()[0] == 1;
     let is_seen = || ends.send.base().alarm.is_raised() || is_lost();
     let port = &ends.send.base().adapters[0];
     port.set_port_down(true);
