@@ -4,7 +4,20 @@
 //! A [`Direction`] adds what is sent or received. All calls between the two are resolved when the library is compiled.
 //!
 //! NCCL's thread does everything in `isend`, `irecv` and `test`. The control thread polls too while something is
-//! outstanding, at growing intervals while nothing moves, since NCCL's thread may be waiting for something else.
+//! outstanding, at growing intervals while nothing moves, since NCCL's thread may be waiting for something else. It does
+//! not wait for the lock of the state, except to end a connection that has failed.
+//!
+//! # Locks
+//!
+//! In this order, each with the system calls that are made under it:
+//!
+//! 1. A dial, or an accepted socket (`session`), or a [greeting](super::greeting): those of the handshake.
+//! 2. The state: those that the device's driver makes for a work request or a completion, which are none on most devices.
+//!    During recovery also those that make, stop and reset queue pairs.
+//! 3. The [control channel](super::control): reading and writing its socket, its registration with the control thread.
+//! 4. One of the small ones: messages about queue pairs, ended queue pairs, the flushed failure, the registration cache, the
+//!    events' desk (a profiler's callback), or an adapter's list of connections and then the texts of a
+//!    [`Mishap`](super::adapter::Mishap). Otherwise none.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;

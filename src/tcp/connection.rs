@@ -4,10 +4,26 @@
 //! A [`Direction`] adds its protocol core and its work on a stream. All calls between the two are resolved when the
 //! library is compiled.
 //!
-//! Locks, in order: a stream (try-lock on the data path), the state, and one of the small ones (outbox, monitors, inquiry,
-//! deliveries and so on). The state's lock is held for bookkeeping and for copies of at most one chunk, never across a
-//! system call. A thread that holds a small lock takes no other but that of [`Ended`]; only the sender's epoch numbers are
-//! locked before the state.
+//! # Locks
+//!
+//! A thread takes them in this order, and need not take all:
+//!
+//! 1. The connection's place in the table of what NCCL holds (`engine::table`): shared, for the whole of `isend`, `irecv` and
+//!    `test`. Closing takes the connection out first and holds nothing.
+//! 2. A dial or an accepted socket (`session::dialer`, `session::acceptor`), while it advances its handshake.
+//! 3. A stream ([`Stream::hold`], [`Stream::with_io`]), never two. Data is moved, and the socket called, under this lock.
+//!    On the same level, never with a stream: the sender's epoch numbers.
+//! 4. The state: bookkeeping, and copies of at most one chunk.
+//! 5. One of the small ones. Of a connection: `monitors`, `inquiry`, `deliveries`, `preferred_pairs`, `condemned`, `outbox`,
+//!    `fences`, `trouble`, `waiting`, `standstill`, `damage`, when [`Chores`] are due, the events' desk. Of the process: the
+//!    lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)). A registration: of a
+//!    stream, of [`Chores`], of `Shortages`.
+//! 6. Last: the request keys (also under `monitors`), [`Ended`] (also under `inquiry`), a worker's entries and its doorbell
+//!    (also under a registration).
+//!
+//! System calls under levels 4 to 6 are few: a wake-up (`eventfd`) or the first `epoll_ctl` under a registration, `setsockopt`
+//! under `monitors`, a profiler's callback under the desk, the addresses of a socket under the state when an epoch begins.
+//! All locks but the first are mutexes that are held for one step of work: no thread waits for the network under one.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -73,7 +89,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// A text for logs: what the messages in flight wait for.
     fn describe(state: &Self::State) -> String;
 
-    /// Whether bytes are on their way for no request: a short send is done when it is copied.
+    /// Whether bytes are on their way for no request: a send that is copied is done then.
     fn is_under_way(_state: &Self::State) -> bool {
         false
     }

@@ -178,7 +178,7 @@ pub(crate) type RecvConn = Connection<Receiving>;
 /// What only the receiving side of a connection has.
 #[derive(Default)]
 pub(crate) struct Receiving {
-    /// Frames for the stream that is written next. This lock is taken last.
+    /// Frames for the stream that is written next.
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a check without its lock.
     mail: AtomicBool,

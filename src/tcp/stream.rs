@@ -1,8 +1,10 @@
 //! One stream: a socket that any thread may use, one at a time.
 //!
-//! NCCL's thread and a worker may want the same stream at the same moment. On the data path neither waits: a thread
-//! that finds the stream taken leaves a request, and the holder serves the request before it releases the stream. Rare
-//! operations ([`Stream::with_io`], [`Stream::take`], [`Stream::end`]) wait until the holder has released it.
+//! NCCL's thread and a worker may want the same stream at the same moment. A thread that finds the stream taken leaves a
+//! request, and the holder serves the request before it releases the stream. So to move data no thread waits. Other
+//! operations ([`Stream::with_io`], [`Stream::take`], [`Stream::end`]) wait until the holder has released the stream:
+//! recovery, closing, and a query about a message that waits for its receive, which NCCL's thread queues in `isend` and
+//! `test`. The holder never waits for the socket, so such a wait is for another thread's work, not for the network.
 //!
 //! A thread that only polls ([`Stream::poll_once`]) leaves no request: it will poll again, and the requests of a thread
 //! that polls in a loop would keep the holder for ever.
@@ -17,8 +19,8 @@ use crate::os::sync::{Mutex, MutexGuard, settle};
 pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
 pub(crate) const WRITE: u8 = 2;
-/// Request: send the piece that was already taken. It has a bit of its own, so that it does not hide another thread's
-/// request to check for more.
+/// Request: finish the piece in `out`, and do not query the core for more. Separate from [`WRITE`], because that note makes
+/// the holder check the core again.
 pub(crate) const SEND: u8 = 4;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
