@@ -1,9 +1,22 @@
 //! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has.
 //! This file is the only place in the plugin that depends on which backends are compiled in.
 //!
-//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. One bit
-//! distinguishes the two backends of a device or a handle. `devices`, `handle`, `facade` and `process` branch on it,
-//! and a third backend needs a value there instead.
+//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. It implements the
+//! traits of `session::opening` and `session::owner`; `session::liveness::Kept` if the control thread is to check its
+//! connections, and `session::shortage::Again` if its streams must run again when the kernel had no memory (TCP does both).
+//!
+//! These places assume that there are two backends. A third changes them:
+//!
+//! | place | what distinguishes the two |
+//! |---|---|
+//! | `plugin::devices` | whether a device has RDMA ports (`Binding::is_rdma`, properties, `merge`) |
+//! | `plugin::handle` | byte 24. A peer of an earlier release reads any value but 0 as RDMA |
+//! | `plugin::facade`, `plugin::process` | messages; the choice at the first `init`; one-sided operations and tuner, which are TCP's |
+//! | `session` | `FEATURE_BARE` (`handshake`, `acceptor`, `dialer::connect`), one bit, so two backends that take the bare socket look alike; `dialer::resume`, which only RDMA has |
+//! | `os::config` | the values of `TOWLINE_BACKEND` (`config::Backend`) |
+//! | `lib.rs`, `Cargo.toml` | the module and its feature |
+//! | `cli` | `doctor`, and the option `--backend` |
+//! | `tests/sources/rooms.rs` | what each room may import |
 
 /// Implements [`Listening`] and [`Attempt`] by a backend's own functions of the same names.
 macro_rules! forward {
