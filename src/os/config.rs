@@ -173,8 +173,9 @@ variables! {
         unit: "seconds",
         since: "0.1.0",
         read: "init; connections",
-        help: "How long a connection without any living stream tries to get one back before its requests fail. A \
-               fraction is allowed.",
+        help: "How long a connection tries to get a stream back when its last one was reset or closed, or a queue pair \
+               when all are lost, before its requests fail. When its last stream fell silent, TOWLINE_PEER_TIMEOUT \
+               counts instead. A fraction is allowed.",
     }
     peer_timeout: Duration {
         name: "TOWLINE_PEER_TIMEOUT",

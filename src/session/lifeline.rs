@@ -17,16 +17,16 @@
 //! |---|---|---|
 //! | accepted by the kernel | the process is alive, or another process has its port now | wait on, up to `TOWLINE_PEER_TIMEOUT`: no peer is given up for being late |
 //! | refused; reset or closed in the handshake; not Towline | no such process, a process that does not know the connection, or a firewall that answers for it | dead, when all answers agree for long enough |
-//! | none, or unreachable | nothing | wait as for a silent network, `TOWLINE_RECONNECT_TIMEOUT`; after streams were cut such a path does not count |
+//! | none, or unreachable | nothing | wait: `TOWLINE_RECONNECT_TIMEOUT` when the last stream was cut, the rest of `TOWLINE_PEER_TIMEOUT` when it fell silent; after streams were cut such a path does not count |
 //!
 //! - **A refusal alone proves nothing**: a firewall that rejects with resets looks the same, and may also have ended the streams. It is
 //!   believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the ends of the streams make likely
 //!   ([`Terms::refused_for`]). A firewall that rejects everything on every rail for longer than that cannot be distinguished from a death
 //!   that must be noticed within a second.
-//! - **A path without answers does not count** when a stream was cut recently and none has been connected since: its rail may have been down
-//!   before. Refusals on the other paths are then believed, soon after an end of file, which comes from the peer's kernel and not from a
-//!   firewall, later after a reset ([`Ended::some_refused_for`]). This also holds when the last stream, on such a rail, ended by silence
-//!   just after the others had been cut.
+//! - **A path without answers does not count** if some stream ended by an end of file or a reset in the last 5 s and none has been connected
+//!   since: its rail may have been down before. Refusals on the other paths then suffice: for 0.6 s after an end of file, which comes from
+//!   the peer's kernel and not from a firewall, for 1.5 s after a reset ([`Ended::some_refused_for`]). This also holds when the last stream,
+//!   on such a rail, ended by silence just after the others had been cut.
 //! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once ([`PeerInquiry::suspected`]).
 //!   Both sides have just sent on these streams, so the kernel of a reachable peer has answered. Refusals count only while nothing comes
 //!   back on any of them.
