@@ -22,10 +22,9 @@
 //! # Credit
 //! There are [`INBOX_SLOTS`] slots, used in turn. The receiver counts the messages that it has delivered and sends that
 //! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more than
-//! `INBOX_SLOTS` undelivered messages. That also keeps it from writing into a slot that was not read. Message n needs `n -
-//! INBOX_SLOTS + 1` messages delivered before it. The receiver takes messages in order, and moves those that it cannot deliver
-//! into a buffer. So if it had not read slot n modulo `INBOX_SLOTS`, whose message is `n - INBOX_SLOTS`, it could have
-//! delivered at most `n - INBOX_SLOTS`.
+//! 64 undelivered messages. That also keeps it from writing into a slot that was not read. Message n (from 0) uses slot n
+//! modulo 64, and is sent only once n - 63 messages were delivered. The receiver reads messages in order, and moves those that
+//! it cannot deliver into a buffer. So it has read the first n - 63, the last of which is message n - 64, the slot's last user.
 //!
 //! This module posts nothing.
 

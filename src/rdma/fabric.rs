@@ -58,9 +58,9 @@ pub(crate) struct Qp {
     pub(super) arrived: u64,
     /// The other side has ended its queue pair, having received this many immediates.
     pub(super) peer: Option<u64>,
-    /// The epoch: how many queue pairs with this number there were before, counted from 0.
+    /// The epoch: how many queue pairs with this index there were before the present one.
     pub(super) epoch: u16,
-    /// A new queue pair has carried data.
+    /// The first write over a new queue pair, of no bytes, was acknowledged (sender) or has arrived (receiver).
     pub(super) proven: bool,
     /// When it is lost: when to try again to replace it.
     pub(super) next_try: Option<Instant>,
@@ -588,12 +588,12 @@ impl Qp {
         self.alarm.raise();
     }
 
-    /// The number of the peer's queue pair to which this one belongs.
+    /// Its present queue pair belongs to this epoch of the sender's.
     pub(crate) fn set_epoch(&mut self, epoch: u16) {
         self.epoch = epoch;
     }
 
-    /// The number of its present queue pair, counted from 0.
+    /// How many queue pairs it had before the present one; not the number that the device gave that one.
     pub(crate) fn epoch(&self) -> u16 {
         self.epoch
     }

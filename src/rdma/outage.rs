@@ -17,7 +17,7 @@ pub(crate) enum QpState {
         /// Since when.
         since: Instant,
     },
-    /// Its queue pair has ended, and the other side has not reported that its own has.
+    /// This side's queue pair is reset; the other side has not yet reported that it reset its own.
     Ended {
         /// Since when it is lost.
         since: Instant,
