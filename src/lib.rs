@@ -14,9 +14,9 @@
 //! [handle](plugin::handle) that NCCL carries to the other rank. It passes each transfer to the backend of its
 //! connection.
 //!
-//! [`tcp`] is one backend, `rdma` the other. Over TCP a connection carries messages in one direction, over one or more sockets. Its protocol
-//! is two state machines that do no I/O, [`tcp::send_core`] and [`tcp::recv_core`]; [`tcp::sender`] and
-//! [`tcp::receiver`] are the rings of sockets and requests around them.
+//! [`tcp`] is one backend, `rdma` the other. Over TCP a connection carries messages in one direction, over one or more sockets.
+//! The protocol is in two state machines that do no I/O, [`tcp::send_core`] and [`tcp::recv_core`]. [`tcp::sender`] and
+//! [`tcp::receiver`] connect them with sockets, threads and NCCL's requests.
 //!
 //! [`session`] is below it, and below the RDMA backend: [`session::dialer`] and [`session::acceptor`] get connected, by the
 //! proof in [`session::handshake`].

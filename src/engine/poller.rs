@@ -67,7 +67,8 @@ pub enum Interest {
     /// Readable and writable edges: the worker moves the data.
     Data,
     /// Only writable edges and the end of the connection: NCCL's thread polls for data itself, and a wake-up for each
-    /// arrival would only disturb it.
+    /// arrival would only disturb it. While NCCL does not call, the source's own deadlines make the worker poll
+    /// ([`attend`](crate::engine::schedule::attend)).
     Quiet,
     /// Readable edges: listeners.
     Read,

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | type | [`Type`] |
 //! | 1 | flags | [`EAGER`], [`PROMPT`], [`WHOLE`], [`POLLED`] |
-//! | 2–3 | epoch | epoch of the stream, counted from 0; a frame of another epoch ends the stream |
+//! | 2–3 | epoch | of chunks and acknowledgements: epoch of the stream, counted from 0; another one fails the connection |
 //! | 4–7 | length | payload bytes that follow |
 //! | 8–15 | message | number of the message in posting order |
 //! | 16–23 | order | number of the message among those with its tag: the k-th send fills the k-th receive |
@@ -34,7 +34,8 @@ pub(crate) const MAX_CONTROL: u32 = 1024;
 
 /// Flag: the payload was sent without the receiver's clear-to-send and used credit.
 pub const EAGER: u8 = 1;
-/// Flag: a request waits for the acknowledgement, so send it at once.
+/// Flag: acknowledge the chunk at once. A request waits for that, or the stream's window or the credit runs low, or the
+/// stream has carried 512 KiB since the last chunk with this flag, or the chunk is a resend.
 pub(crate) const PROMPT: u8 = 2;
 /// Flag: a request waits for the message that this chunk is part of: when it is complete, acknowledge what arrived on
 /// all streams.

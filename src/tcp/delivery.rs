@@ -5,10 +5,11 @@
 //! There every stream connects, delivers nothing, and is lost; without this module it would be connected again for
 //! ever.
 //!
-//! - An epoch of a stream is **in vain** while frames of it are in doubt, if it ended by silence, or ended otherwise and
-//!   delivered nothing. Epochs in vain are counted for each pair of rails. The next one counts only if a handshake passed on
-//!   the pair after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that
-//!   arrives on the pair clears the count; short ones pass anyhow.
+//! - An epoch of a stream is **in vain** if it ended with unacknowledged frames and either ended by silence or delivered
+//!   nothing. Epochs in vain are counted for each pair of rails. After the first, one that ended by silence counts only if a
+//!   handshake had passed on the pair since the last that counted, `PROVEN` or more before the end: in an outage no handshake
+//!   passes. Those that ended otherwise within a second count once. The first frame of 16 KiB or more that arrives on the pair
+//!   clears the count; shorter ones pass anyhow.
 //! - After two such epochs that ended by silence, the next ones over that pair begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
 //!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive.

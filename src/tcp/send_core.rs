@@ -169,12 +169,14 @@ struct Stream {
     /// Only frames that the kernel accepted completely can be acknowledged, whatever the peer sends.
     written: Arc<Written>,
     acked: u64,
-    /// Those of them that take packets of full size, whatever the path's MTU.
+    /// Those of 16 KiB or more: longer than any packet, so they prove that packets of full size pass.
     long: u64,
     /// Frames that the receiver acknowledged on this stream.
     acked_here: u64,
-    /// Frames that the receiver acknowledged on another stream. Those that the kernel accepted completely count. The
-    /// thread that holds this stream may not have counted the others yet.
+    /// Frames that the receiver acknowledged on another stream. That acknowledgement may be read before the thread that
+    /// holds this stream has counted a frame as [`Written`], although the kernel has taken it. Such a frame does not count
+    /// as acknowledged before [`SendCore::settle`]: its message would be over, and another message would have its key when
+    /// that thread records the frame.
     claimed: u64,
     /// Bytes handed out since a chunk requested a prompt acknowledgement.
     unrequested: u64,
@@ -199,7 +201,7 @@ pub struct SendCore {
     cleared: HashMap<(i32, u64), u64>,
     /// Messages that wait for their receive.
     waiting: HashMap<(i32, u64), Key>,
-    /// Short messages that wait for credit, in posting order.
+    /// Eager messages that wait for credit, in posting order.
     no_credit: VecDeque<Key>,
     /// Short messages that are ready.
     short: VecDeque<Key>,
@@ -507,10 +509,10 @@ impl SendCore {
         }
     }
 
-    /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Their requests
-    /// are done at once, so NCCL does not test them again. But the receiver acknowledges as it goes along. A sender that
-    /// does not read the acknowledgements considers its credit used up, and soon wants an acknowledgement of each
-    /// message. While a receiver is behind, this is not true for every message.
+    /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Sends that are done
+    /// at once are not tested again, so without this no call of NCCL would read the credit that the receiver returns. The
+    /// credit would seem used up, and each message would request an acknowledgement. A receiver that is behind returns
+    /// little, so the answer is yes only once in [`POLL_EVERY`] frames, or in a sixteenth of the near credit window.
     #[inline]
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
@@ -590,8 +592,8 @@ impl SendCore {
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to start for `bytes` more of long messages: those with the least on the way. The first stream is not among
-    /// them, unless the path is long.
+    /// The streams to start for `bytes` more of long messages, those with the least on the way first, and how many. The first
+    /// stream is not among them, unless the path is long and there are others. 0: there is only the first stream.
     ///
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
     /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
@@ -677,12 +679,11 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        // A chunk that is copied for a possible resend is done as soon as the kernel took it. With one stream, as on
-        // small machines, this holds up to 64 KiB: to copy that many bytes that the processor has just read takes about
-        // 3 µs. An acknowledgement costs the receiver a system call before it can continue, and the sender one for each
-        // poll for it. Where a connection has workers, this holds for all messages that NCCL's thread sends itself. A
-        // message that workers send is done when it is acknowledged: the acknowledgement then delays no other message.
-        // It also empties the stream before the next message comes, which then finds a worker awake.
+        // This side keeps a copy so that the send can be reported done as soon as the kernel took it. The limit is 64 KiB
+        // with one stream: the copy takes about 3 µs, and an acknowledgement costs both sides several system calls. It is
+        // 32 KiB on the first stream where there are workers. Longer messages wait for the acknowledgement. On a worker's
+        // stream that delays no other message, and it empties the stream before the next message comes, which then finds
+        // the worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
@@ -760,8 +761,8 @@ impl SendCore {
         Ok(())
     }
 
-    /// Counts frames of stream `index` that were acknowledged on another, and that the kernel has accepted completely
-    /// in the meantime. To be called when the stream's thread has counted one. Returns whether there was any.
+    /// Takes frames of stream `index` as acknowledged that were acknowledged on another stream, and that its own thread has
+    /// counted as [`Written`] in the meantime. To be called when that thread has counted one. Returns whether there was any.
     #[inline]
     pub fn settle(&mut self, index: usize, done: &mut Vec<Key>) -> bool {
         let claims = self.streams.get(index).is_some_and(|stream| stream.claimed > stream.acked);
@@ -832,7 +833,7 @@ impl SendCore {
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
-            // This many bytes need packets of full size: more than an MTU of 9000 holds.
+            // Longer than any packet, so it proves that packets of full size pass.
             stream.long += u64::from(flight.length >= 16 << 10);
             if let Some(landed) = &mut self.landed {
                 let Flight { key, offset, length, began, .. } = flight;

@@ -23,7 +23,8 @@
 //! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
 //! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first | yes |
 //!
-//! A connection with a single stream carries everything on it, by NCCL's thread. Over a long path (`tcp::limits::is_far`) every
+//! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent by NCCL's thread over the
+//! first stream. A connection with a single stream carries everything on it, by NCCL's thread. Over a long path (`tcp::limits::is_far`) every
 //! message above [`constants::INLINE_MAX`] is for all streams. Over several rails each rail takes part, as far as there are chunks.
 //!
 //! # States of a stream
@@ -37,7 +38,7 @@
 //! | full socket | its worker; for the first stream the control thread | the kernel reports room |
 //! | slow | a faster stream, to which the next chunks are left (`tcp::window`) | its pace is forgotten, or shows otherwise |
 //! | no kernel memory | the control thread, each millisecond | the call succeeds |
-//! | unfenced | the control thread: it queries the receiver for what arrived | the receiver has answered: absent |
+//! | unfenced | the thread that met the break queries the receiver, over every other stream, for what arrived; the control thread dials | the receiver has answered, or the stream is back |
 //!
 //! [`share`] determines how many workers and streams a process has.
 
