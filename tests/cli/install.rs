@@ -28,7 +28,16 @@ fn run(program: &Path, arguments: &[&str]) -> Output {
             command.env_remove(&name);
         }
     }
-    command.args(arguments).env("NCCL_CONF_FILE", "/nonexistent").output().expect("towline starts")
+    command.args(arguments).env("NCCL_CONF_FILE", "/nonexistent");
+    loop {
+        match command.output() {
+            // A test beside this one has forked while the program was being copied, and has not called exec yet.
+            Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+            output => return output.expect("towline starts"),
+        }
+    }
 }
 
 fn text(bytes: &[u8]) -> String {
