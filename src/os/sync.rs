@@ -17,8 +17,9 @@ pub(crate) fn pause(tries: u32) {
     if tries < 100 { std::hint::spin_loop() } else { std::thread::yield_now() }
 }
 
-/// A fence between a note that this thread writes (or a lock that it releases) and its read of another thread's note.
-/// The other thread does the same two things in the opposite order. At least one of them must see the other's note.
+/// A fence between a note that this thread writes (or a lock that it releases) and its read of what another thread may
+/// have written meanwhile. The other thread likewise writes first, and then reads what this one writes (or tries the
+/// lock). With both fences at least one of them sees what the other did.
 ///
 /// On x86-64 the atomic exchange that writes the note, or releases the lock, is already such a fence.
 #[inline]

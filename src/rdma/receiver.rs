@@ -651,7 +651,7 @@ impl RdmaRecv {
     ) -> Result<()> {
         let qp = fabric.qp(cts_qp);
         *silent += 1;
-        // Completions are also requested when the queue is short.
+        // Also requested when the queue has little room left, and for a write without bytes.
         let is_signaled = *silent == SIGNAL_EVERY || qp.room() <= LOW || bytes == 0;
         let local = Local {
             address: mirror.cts_entries[at].as_ptr() as u64,

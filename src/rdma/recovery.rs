@@ -3,8 +3,9 @@
 //! A queue pair is lost when a completion reports that its peer does not answer or that it has failed, or an asynchronous
 //! event of its device does. It is also lost when its port goes down while another port of the connection is up, when
 //! nothing on it is acknowledged for two seconds while another queue pair works ([`silence`](super::silence)), or when the
-//! other side reports its loss. Then it is unknown which of the last writes have arrived. A packet that is still under way could later place old bytes over new
-//! ones. So both sides first **end** their queue pair, after which their devices accept nothing from it any more:
+//! other side reports its loss. Then it is unknown which of the last writes have arrived. A packet that is still under
+//! way could later place old bytes over new ones. So both sides first **end** their queue pair, after which their
+//! devices accept nothing from it any more:
 //!
 //! 1. The side that notices stops the queue pair (error state), takes its completions, and ends it (reset state; a separate thread destroys it,
 //!    which may take long). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has

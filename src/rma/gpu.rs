@@ -299,7 +299,7 @@ mod tests {
     use super::super::cuda::simulation as gpu;
     use super::*;
 
-    /// The event that would show it was recorded before, or never.
+    /// The event behind the copy was last recorded before it, or never.
     #[test]
     fn a_copy_whose_event_fails_is_waited_for() {
         for events_before in [0, 3] {

@@ -1,7 +1,7 @@
 //! Operations that have arrived from one rank and are on their way into memory: copies to a GPU happen after they are begun.
 //!
-//! Operations end in the order in which they arrived. A signal waits for all bytes before it. The exception are bytes whose
-//! copies are in the stream of the GPU that holds the signal: the signal is appended to that stream behind them at once.
+//! Operations end in the order in which they arrived. A signal waits for all bytes before it, except
+//! those whose copies are in the stream of the GPU that holds the signal: there it is appended behind them at once.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

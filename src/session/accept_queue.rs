@@ -43,6 +43,7 @@ impl<C> AcceptQueue<C> {
 
     /// The next connection, if one has arrived.
     ///
+    /// # Errors
     /// When it failed in its last step, with the sending side already established. Or when the peer that holds the
     /// secret connected, and its TOWLINE_KEY_FILE does not match this side's.
     pub(crate) fn accept(&self) -> Result<Option<C>> {

@@ -2,8 +2,8 @@
 //!
 //! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The owner
 //! handles the data on the sockets. A connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending
-//! on its side of the handshake. A connecting side with several streams implements [`Streams`] as well. How a first connection is made is described
-//! in [`opening`](super::opening).
+//! on its side of the handshake. A connecting side with several streams implements [`Streams`] as well. How a first
+//! connection is made is described in [`opening`](super::opening).
 //!
 //! Mostly the control thread calls these functions; workers and NCCL's thread call some. They may wait for the holder
 //! of a stream, but never for the network.

@@ -151,7 +151,7 @@ impl Health {
     /// has no memory; then there are none now either.
     ///
     /// # Errors
-    /// The end of the stream: a goodbye if the end can be nothing else, otherwise a loss.
+    /// The end of the stream: a goodbye if `is_goodbye` (no data can be missing), otherwise a loss.
     #[inline]
     pub(crate) fn read(
         &self,

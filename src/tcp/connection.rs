@@ -89,7 +89,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// A text for logs: what the messages in flight wait for.
     fn describe(state: &Self::State) -> String;
 
-    /// Whether bytes are on their way for no request: a send that is copied is done then.
+    /// Whether bytes are on their way for no request: a send that was copied is done before they arrive.
     fn is_under_way(_state: &Self::State) -> bool {
         false
     }

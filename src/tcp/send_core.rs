@@ -511,8 +511,9 @@ impl SendCore {
 
     /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Sends that are done
     /// at once are not tested again, so without this no call of NCCL would read the credit that the receiver returns. The
-    /// credit would seem used up, and each message would request an acknowledgement. A receiver that is behind returns
-    /// little, so the answer is yes only once in [`POLL_EVERY`] frames, or in a sixteenth of the near credit window.
+    /// credit would seem used up, and each message would request an acknowledgement. The answer is yes only while more
+    /// than [`ACK_EVERY`] frames or a quarter of the credit are out. A receiver that is behind returns little, so it is
+    /// yes only once in [`POLL_EVERY`] frames, or in a sixteenth of the near credit window.
     #[inline]
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
@@ -1479,7 +1480,7 @@ mod tests {
 
     #[test]
     fn a_stream_over_200_ms_is_filled() {
-        // 60 bytes per µs: about half a gigabit per second.
+        // 60 bytes per µs, about half a gigabit per second: less than the far window allows, 84.
         let used = used(&[Path { rate: 60, delay: 200_000 }], MESSAGE, 8);
         assert!(used > 0.9, "{used:.3}");
     }

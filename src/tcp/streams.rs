@@ -66,7 +66,7 @@ impl<D: Direction> Connection<D> {
     pub(super) fn push_if_stuck(&self) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let moved = count(&self.counters.chunks) + count(&self.counters.messages);
-        // A send that is copied is done then, so no request shows its bytes.
+        // A send that was copied is done before its bytes arrive, so no request stands for them.
         let under_way = self.requests.outstanding() > 0 || D::is_under_way(&self.state());
         if self.standstill.is_due(under_way, moved, Instant::now()) {
             for stream in &self.streams {

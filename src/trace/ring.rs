@@ -182,8 +182,8 @@ impl Drain {
     }
 
     /// Passes all records to `take`, with their shard and in its order. Returns a time up to which no record is missing
-    /// that has a successor here. Assume that a record caused another, because a parent's start returned before the
-    /// child's began. If the later one is not after that time, both are there.
+    /// that has a successor here: if one record caused another (such as a parent's start, which returned before the
+    /// child's began), and the later one is not after that time, both have been passed.
     ///
     /// `now` is the time before the call.
     pub(crate) fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {

@@ -23,9 +23,10 @@
 //! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
 //! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first | yes |
 //!
-//! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent by NCCL's thread over the
-//! first stream. A connection with a single stream carries everything on it, by NCCL's thread. Over a long path (`tcp::limits::is_far`) every
-//! message above [`constants::INLINE_MAX`] is for all streams. Over several rails each rail takes part, as far as there are chunks.
+//! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent over the first
+//! stream, by NCCL's thread. A connection with a single stream carries everything on it, by NCCL's thread. Over a long
+//! path (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several
+//! rails each rail takes part, as far as there are chunks.
 //!
 //! # States of a stream
 //!

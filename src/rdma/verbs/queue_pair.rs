@@ -358,6 +358,7 @@ impl QueuePair {
     /// # Errors
     /// When the queue is full or broken.
     ///
+    /// # Safety
     /// The local memory of each request must stay registered and must not be used otherwise. This holds until the
     /// completion of the request, or of a later one of this queue pair, was polled, or the queue pair was dropped.
     #[inline]

@@ -328,7 +328,7 @@ impl RecvConn {
                 }
                 if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
                     io.parted = true;
-                    // This informs the sender if acknowledgements are lost.
+                    // The sender needs the count if the last acknowledgements are lost.
                     let total = self.own.completed.load(Ordering::Relaxed) + 1;
                     io.out.extend_from_slice(&Header { total, ..Header::of(Type::Bye, 0) }.encode());
                 }

@@ -74,7 +74,8 @@ impl SendConn {
             }
             Lesson::Over(time) => {
                 self.fail_silently(in_vain(time).with_peer(&self.peer));
-                // Frames behind stuck data do not arrive, but the end of the stream does. The receiver then calls.
+                // Frames behind stuck data do not arrive, but the end of the stream does. The receiver then calls this
+                // side ([`crate::session::lifeline`]).
                 for io in self.streams.iter().filter_map(crate::tcp::stream::Stream::end) {
                     liveness::close_hard(&io.sock);
                     self.health.stream_down();

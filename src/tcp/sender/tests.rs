@@ -91,7 +91,7 @@ fn a_peer_that_is_waited_for_no_more_gets_what_was_sent_and_a_goodbye() {
     assert_eq!(kinds, [Type::Data, Type::Data, Type::Data, Type::Bye]);
 }
 
-/// Buffers of requests whose end NCCL has not received.
+/// A request is open until NCCL has tested it done.
 #[test]
 fn workers_poll_longer_while_few_short_messages_are_open() {
     let deaf = loopback::deaf();
