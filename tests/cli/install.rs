@@ -4,6 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
+
+use crate::support::eventually;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_towline");
 
@@ -29,15 +32,11 @@ fn run(program: &Path, arguments: &[&str]) -> Output {
         }
     }
     command.args(arguments).env("NCCL_CONF_FILE", "/nonexistent");
-    loop {
-        match command.output() {
-            // A test beside this one has forked while the program was being copied, and has not called exec yet.
-            Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => {
-                std::thread::sleep(std::time::Duration::from_millis(10));
-            }
-            output => return output.expect("towline starts"),
-        }
-    }
+    eventually("towline starts", Duration::from_secs(10), || match command.output() {
+        // A test beside this one has forked while the program was being copied, and has not called exec yet.
+        Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => None,
+        output => Some(output.expect("towline starts")),
+    })
 }
 
 fn text(bytes: &[u8]) -> String {
