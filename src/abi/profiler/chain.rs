@@ -22,8 +22,8 @@ struct Loaded<V: Version> {
 /// Opens the profiler at `path`, in `version` of the interface or, when it does not have that, the next older one. With
 /// a newer one it would miss what NCCL does not report.
 pub(super) fn load(path: &Path, version: u32) -> Result<Box<dyn Second>> {
-    // SAFETY: the library's constructors run, as they would if NCCL loaded it; the user who named it is responsible
-    // for it.
+    // SAFETY: the library's constructors run, as they would if NCCL loaded it. The user chose the library and is
+    // responsible for it.
     let library = unsafe { Library::new(path) }.map_err(|error| {
         Error::system(format!("opening the profiler {}", path.display()), &std::io::Error::other(error))
     })?;

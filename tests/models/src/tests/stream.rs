@@ -100,7 +100,7 @@ fn what_is_posted_by_two_threads_while_a_third_has_the_stream_is_moved() {
 
 /// A thread that waits for the stream (`with_io`) serves no other thread's request, but leaves none behind either.
 #[test]
-fn what_is_posted_beside_a_with_io_is_moved_or_left_to_the_worker() {
+fn what_is_posted_while_another_thread_looks_is_moved_or_left_to_the_worker() {
     loom::model(|| {
         let shared = Shared::new();
         shared.stream.watch(shared.worker.clone());
