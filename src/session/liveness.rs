@@ -91,6 +91,11 @@ pub(crate) fn distance(sock: &impl AsRawFd) -> Duration {
     us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
 }
 
+/// How long packets of a socket wait in queues of the network now.
+pub(crate) fn queue(sock: &impl AsRawFd) -> Duration {
+    round_trip(sock).saturating_sub(distance(sock))
+}
+
 /// How many bytes the peer's kernel has acknowledged on a socket (`tcpi_bytes_acked`). None when the kernel does not
 /// provide it.
 pub(crate) fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {

@@ -20,6 +20,7 @@ use slab::Slab;
 
 use super::delivery::Arrived;
 use super::limits::{EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MESSAGE_COST, max_early};
+use super::spread::Rate;
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
 use crate::engine::schedule::constants::{
@@ -230,6 +231,10 @@ pub struct SendCore {
     engaged: u64,
     /// Streams, a bit each, that must check what is ready ([`SendCore::take_roomy`]).
     roomy: u32,
+    /// The one further stream that carries long messages. None: all do.
+    only: Option<usize>,
+    /// What chunks of further streams have measured since [`SendCore::take_rate`].
+    rate: Rate,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has reported that it has everything, and has closed.
@@ -268,6 +273,8 @@ impl SendCore {
             joins: false,
             engaged: MAX_STREAMS as u64,
             roomy: 0,
+            only: None,
+            rate: Rate::default(),
             last_short: None,
             settled: false,
             round_trip: Duration::ZERO,
@@ -333,9 +340,16 @@ impl SendCore {
     pub(crate) fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
         let Some(stream) = self.streams.get_mut(index) else { return };
         let last = frames.checked_sub(stream.acked + 1).and_then(|before| stream.flights.get(before as usize));
-        if let Some(Flight { queued, left: Some(left), .. }) = last {
-            stream.pace.took(elapsed(*left), *queued);
+        if let Some(Flight { queued, delivered, left: Some(left), .. }) = last {
+            let elapsed = elapsed(*left);
+            stream.pace.took(elapsed, *queued);
+            self.rate.add(elapsed, self.delivered - delivered);
         }
+    }
+
+    /// How fast the connection was since the last call.
+    pub(crate) fn take_rate(&mut self) -> Rate {
+        std::mem::take(&mut self.rate)
     }
 
     /// A chunk that has arrived. To be called, until there is none, before messages that are done are dropped.
@@ -549,7 +563,7 @@ impl SendCore {
             && let Some(key) = self.short.pop_front()
         {
             (Flight::new(key, 0, self.messages[key].length as u32), false)
-        } else if index == 0 && self.others > 0 && !self.far || self.leaves_to_others(index) {
+        } else if index == 0 && self.others > 0 && !self.far || !self.is_wanted(index) || self.leaves_to_others(index) {
             return None;
         } else {
             (self.cut(index)?, false)
@@ -576,6 +590,21 @@ impl SendCore {
         Some(flight)
     }
 
+    /// Whether stream `index` carries long messages.
+    fn is_wanted(&self, index: usize) -> bool {
+        self.only.is_none_or(|only| only == index)
+    }
+
+    /// From now on `one` further stream carries the long messages, or all do.
+    fn leave_to(&mut self, one: bool) {
+        if one == self.only.is_some() {
+            return;
+        }
+        let (_, best) = self.fastest();
+        let mut live = self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live);
+        self.only = live.find(|(_, stream)| one && !stream.pace.is_slow(best)).map(|(index, _)| index);
+    }
+
     /// How many streams share the long messages.
     fn carriers(&self) -> u64 {
         self.others.max(1)
@@ -598,11 +627,14 @@ impl SendCore {
     ///
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
     /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
-    /// several wires: each takes part, as far as there are chunks.
-    pub(crate) fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
+    /// several wires: each takes part, as far as there are chunks. Over a full network only `one` further stream does
+    /// ([`Spread`](super::spread::Spread)).
+    pub(crate) fn engage(&mut self, bytes: u64, one: bool) -> ([u8; MAX_STREAMS], usize) {
+        self.leave_to(one);
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         let first = usize::from(!self.far || self.others == 0);
-        for (index, _) in self.streams.iter().enumerate().skip(first).filter(|(_, stream)| stream.live) {
+        let streams = self.streams.iter().enumerate().skip(first);
+        for (index, _) in streams.filter(|(index, stream)| stream.live && self.is_wanted(*index)) {
             order[live] = index as u8;
             live += 1;
         }
@@ -650,6 +682,7 @@ impl SendCore {
         let is_better_left = stream.pace.is_slow(best)
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
+            self.only = self.only.map(|_| fastest);
             self.roomy |= 1 << fastest;
             // The stream may have stalled once and recovered, and where it is woken for each message nothing else resets its
             // pace.
@@ -908,6 +941,8 @@ impl SendCore {
             stream.unfenced |= stream.live;
             std::mem::take(&mut stream.live)
         });
+        // The next message finds another one.
+        self.only = self.only.filter(|only| *only != index);
         self.count_others();
         was_live
     }
@@ -1249,7 +1284,7 @@ mod tests {
 
     /// The streams that are set going for the last message.
     fn engaged(core: &mut SendCore, bytes: u64) -> Vec<u8> {
-        let (order, count) = core.engage(bytes);
+        let (order, count) = core.engage(bytes, false);
         order[..count].to_vec()
     }
 
@@ -1293,6 +1328,34 @@ mod tests {
         core.acknowledge_each();
         assert!(core.next_chunk(2).is_some());
         assert_eq!(engaged(&mut core, 4 * CHUNK), [1, 3, 4, 2]);
+    }
+
+    #[test]
+    fn one_stream_carries_the_long_messages_of_a_full_network_while_it_lives_and_is_not_slow() {
+        const LENGTH: u64 = 8 * CHUNK_MIN;
+        fn engaged_one(core: &mut SendCore) -> Vec<u8> {
+            let (order, count) = core.engage(LENGTH, true);
+            order[..count].to_vec()
+        }
+        let mut core = with_ready(&[LENGTH; 2]);
+        assert_eq!(engaged_one(&mut core), [1]);
+        assert!((2..=4).all(|index| core.next_chunk(index).is_none()));
+        let whole = core.next_chunk(1).expect("it has room");
+        assert_eq!(u64::from(whole.length), LENGTH, "no other stream takes a part");
+        // What it leaves behind is for all, until the next message finds another one.
+        core.written(1);
+        core.stream_down(1);
+        core.fenced(1, core.epoch(1), 0, &mut Vec::new()).unwrap();
+        assert!((2..=3).all(|index| core.next_chunk(index).is_some()));
+        assert_eq!(engaged_one(&mut core), [2]);
+        assert_eq!(engaged(&mut core, LENGTH), [4, 2, 3], "all again");
+
+        let mut core = with_slow(&[LENGTH]);
+        assert_eq!(engaged_one(&mut core), [2]);
+        // It becomes slow, and leaves the work to the fastest.
+        (0..10).for_each(|_| core.streams[2].pace.took(Duration::from_secs(1), LENGTH));
+        assert!(core.next_chunk(2).is_none() && core.take_roomy() == 1 << 3 && core.next_chunk(3).is_some());
+        assert_eq!(engaged_one(&mut core), [3]);
     }
 
     #[test]

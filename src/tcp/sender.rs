@@ -24,6 +24,7 @@ use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
 use super::limits::{COPY_FIRST_MAX, EAGER_MAX, is_far};
 use super::send_core::{Admit, Key, SendCore, Written};
+use super::spread::Spread;
 use super::stream::{READ, SEND, Step, WRITE};
 use crate::engine::backoff_timer::BackoffTimer;
 use crate::engine::counters::Counters;
@@ -148,6 +149,8 @@ pub(crate) struct Io {
     more: bool,
     /// Counts the frames that the kernel accepted completely.
     written: Arc<Written>,
+    /// Bytes sent since the queue on the path was measured.
+    unmeasured: u64,
     control: Vec<u8>,
     /// The goodbye was sent, or is in `control`.
     parted: bool,
@@ -171,6 +174,8 @@ pub(crate) type SendConn = Connection<Sending>;
 pub(crate) struct Sending {
     /// The path is long.
     far: bool,
+    /// Over one rail that is not long: whether one further stream carries long messages.
+    spread: Option<Arc<Spread>>,
     grown: AtomicBool,
     /// Streams beyond the first that count against the process's budget until this connection is dropped.
     extra: AtomicUsize,
@@ -321,8 +326,12 @@ impl SendConn {
             copies: Own::default(),
             query_timer: BackoffTimer::for_queries(),
         };
+        let far = is_far(link.round_trip);
+        // Several rails are several wires, and a long path has its own rules.
+        let rail = link.local.first().filter(|_| link.pairs() == 1 && !far);
         let own = Sending {
-            far: is_far(link.round_trip),
+            far,
+            spread: rail.map(|rail| Spread::of(rail.address.ip())),
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
@@ -384,6 +393,7 @@ impl SendConn {
             more: false,
             // The core's counter replaces this one when the epoch begins.
             written: Arc::default(),
+            unmeasured: 0,
             control: Vec::new(),
             parted: false,
             seal: seal.sides(),
@@ -629,7 +639,8 @@ impl SendConn {
 
     /// Starts as many streams as a message can use. Without further streams the calling thread sends it on the first.
     fn wake_streams(&self, length: u64) {
-        let (streams, count) = self.state().core.engage(length);
+        let one = self.own.spread.as_ref().is_some_and(|spread| spread.is_one());
+        let (streams, count) = self.state().core.engage(length, one);
         for &index in &streams[..count] {
             match index {
                 // NCCL's thread is in this call, or will be soon.

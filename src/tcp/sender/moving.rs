@@ -2,16 +2,17 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::MutexGuard;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Io, Leaving, Outgoing, Payload, SendConn, State};
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::SEND_SHARE;
+use crate::engine::schedule::constants::{LOOK_BYTES, SEND_SHARE};
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, Type};
+use crate::session::liveness;
 use crate::session::peer::{Broken, reported_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::ack::Ack;
@@ -20,6 +21,19 @@ use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::polled;
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
+
+impl Io {
+    /// A further stream has sent a chunk of this many bytes. Now and then: the queue on its path.
+    #[inline]
+    pub(super) fn queue_when_due(&mut self, index: usize, bytes: u32) -> Option<Duration> {
+        self.unmeasured += u64::from(bytes);
+        if index == 0 || self.unmeasured < LOOK_BYTES {
+            return None;
+        }
+        self.unmeasured = 0;
+        Some(liveness::queue(&self.sock))
+    }
+}
 
 impl SendConn {
     #[inline(always)]
@@ -101,15 +115,19 @@ impl SendConn {
                     // locked.
                     let copy = self.copy_of(out);
                     let left = io.finished();
+                    let queue = left.as_ref().and_then(|left| io.queue_when_due(index, left.length));
                     let to_book = left.filter(|left| left.ends);
                     if left.is_some() && to_book.is_none() {
                         io.written.count();
                     }
                     // A message whose request is done, and nothing behind it: the state need not be checked again.
-                    if to_book.is_none() && !io.more {
+                    if to_book.is_none() && !io.more && queue.is_none() {
                         return Ok(moved);
                     }
                     let mut state = self.state();
+                    if let (Some(queue), Some(spread)) = (queue, &self.own.spread) {
+                        spread.look(queue, state.core.take_rate());
+                    }
                     if let Some(left) = to_book {
                         if let Some((ticket, chunk, began)) = io.leaving.take() {
                             self.events.chunk_over(&self.requests, ticket.slot, 0, &chunk, began);

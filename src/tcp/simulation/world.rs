@@ -230,7 +230,8 @@ impl World {
 
     /// As `SendConn::wake_streams`.
     fn wake_streams(&mut self, length: u64) {
-        let (streams, count) = self.sender.engage(length);
+        let one = self.dice.roll(2) == 0;
+        let (streams, count) = self.sender.engage(length, one);
         for index in &streams[..count] {
             self.wires[usize::from(*index)].is_awake = true;
         }
