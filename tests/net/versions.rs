@@ -152,47 +152,6 @@ impl Drop for Sparse {
 }
 
 #[test]
-fn a_message_of_more_than_4_gib_arrives_whole_and_its_size_saturates() {
-    let _watchdog = watchdog(170);
-    const SIZE: usize = (4 << 30) + 12_345;
-    let available = std::fs::read_to_string("/proc/meminfo").expect("/proc is there");
-    let line = available.lines().find(|line| line.starts_with("MemAvailable:")).expect("the kernel tells it");
-    let kib: usize = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number");
-    assert!(kib > 6 << 20, "this test needs 6 GiB of free memory, there are {} MiB", kib >> 10);
-    // One version with size_t messages moves it in full; the others of that kind share its code below the table.
-    let pair = pair(ApiVersion::V9);
-    let (mut source, mut target) = (Sparse::new(SIZE), Sparse::new(SIZE));
-    // Marks at the start, at the end, and around every 512 MiB, which are also the powers of two where a cut-off
-    // number would wrap. Unwritten pages of the source are the kernel's zero page and cost nothing.
-    let marks: Vec<usize> = (0..=8_usize).map(|i| (i << 29).saturating_sub(70)).chain([SIZE - 140]).collect();
-    for (seed, mark) in marks.iter().enumerate() {
-        source.slice(*mark, 140).copy_from_slice(pattern(seed, 140));
-    }
-    // SAFETY: both mappings outlive the transfer.
-    let (receive, send) = unsafe {
-        let receive = pair.recv.post(&[Part::new(target.start.cast(), SIZE, None)]).expect("irecv");
-        (receive, pair.send.post(Part::new(source.start.cast(), SIZE, None)).expect("isend"))
-    };
-    let patience = Duration::from_secs(150);
-    let sizes = std::thread::scope(|scope| {
-        let end = &pair.send;
-        let sender = scope.spawn(move || end.wait(&send, patience).expect("the send ends"));
-        let received = pair.recv.wait(&receive, patience).expect("the receive ends");
-        (sender.join().expect("no panic")[0], received[0])
-    });
-    assert_eq!(sizes, (i32::MAX, i32::MAX), "sizes that an int cannot hold saturate");
-    for (seed, mark) in marks.iter().enumerate() {
-        assert!(target.slice(*mark, 140) == pattern(seed, 140), "at {mark}");
-    }
-    // Between the marks there are zeros.
-    for gap in marks.windows(2).map(|pair| (pair[0] + 140, pair[1])).filter(|(from, to)| from < to) {
-        for at in (gap.0..gap.1).step_by((16 << 20) - 1) {
-            assert_eq!(target.slice(at, 1)[0], 0, "at {at}");
-        }
-    }
-}
-
-#[test]
 fn versions_with_int_sizes_refuse_negative_ones() {
     let _watchdog = watchdog(30);
     use crate::support::raw::{Arguments, irecv, isend};
@@ -398,5 +357,52 @@ fn a_version_talks_to_every_other_version() {
         let (sender, receiver) = (context(from), context(to));
         let pair = Pair::between((&sender, 0), (&receiver, 0)).expect("a connection");
         assert!(pair.transfer(pattern(4, 100_000)).expect("a transfer") == pattern(4, 100_000), "{from} to {to}");
+    }
+}
+
+/// Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn a_message_of_more_than_4_gib_arrives_whole_and_its_size_saturates() {
+        let _watchdog = watchdog(170);
+        const SIZE: usize = (4 << 30) + 12_345;
+        let available = std::fs::read_to_string("/proc/meminfo").expect("/proc is there");
+        let line = available.lines().find(|line| line.starts_with("MemAvailable:")).expect("the kernel tells it");
+        let kib: usize = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number");
+        assert!(kib > 6 << 20, "this test needs 6 GiB of free memory, there are {} MiB", kib >> 10);
+        // One version with size_t messages moves it in full; the others of that kind share its code below the table.
+        let pair = pair(ApiVersion::V9);
+        let (mut source, mut target) = (Sparse::new(SIZE), Sparse::new(SIZE));
+        // Marks at the start, at the end, and around every 512 MiB, which are also the powers of two where a cut-off
+        // number would wrap. Unwritten pages of the source are the kernel's zero page and cost nothing.
+        let marks: Vec<usize> = (0..=8_usize).map(|i| (i << 29).saturating_sub(70)).chain([SIZE - 140]).collect();
+        for (seed, mark) in marks.iter().enumerate() {
+            source.slice(*mark, 140).copy_from_slice(pattern(seed, 140));
+        }
+        // SAFETY: both mappings outlive the transfer.
+        let (receive, send) = unsafe {
+            let receive = pair.recv.post(&[Part::new(target.start.cast(), SIZE, None)]).expect("irecv");
+            (receive, pair.send.post(Part::new(source.start.cast(), SIZE, None)).expect("isend"))
+        };
+        let patience = Duration::from_secs(150);
+        let sizes = std::thread::scope(|scope| {
+            let end = &pair.send;
+            let sender = scope.spawn(move || end.wait(&send, patience).expect("the send ends"));
+            let received = pair.recv.wait(&receive, patience).expect("the receive ends");
+            (sender.join().expect("no panic")[0], received[0])
+        });
+        assert_eq!(sizes, (i32::MAX, i32::MAX), "sizes that an int cannot hold saturate");
+        for (seed, mark) in marks.iter().enumerate() {
+            assert!(target.slice(*mark, 140) == pattern(seed, 140), "at {mark}");
+        }
+        // Between the marks there are zeros.
+        for gap in marks.windows(2).map(|pair| (pair[0] + 140, pair[1])).filter(|(from, to)| from < to) {
+            for at in (gap.0..gap.1).step_by((16 << 20) - 1) {
+                assert_eq!(target.slice(at, 1)[0], 0, "at {at}");
+            }
+        }
     }
 }

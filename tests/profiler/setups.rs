@@ -172,7 +172,20 @@ fn several_devices_in_one_process() {
 
 #[test]
 fn one_thread_per_device_with_communicators_coming_and_going() {
-    for version in VERSIONS {
+    threads_with([*VERSIONS.start(), *VERSIONS.end()]);
+}
+
+/// Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn one_thread_per_device_with_the_other_versions() {
+        super::threads_with(2..=5);
+    }
+}
+
+fn threads_with(versions: impl IntoIterator<Item = u32>) {
+    for version in versions {
         let dir = tempfile::tempdir().unwrap();
         super::run(&format!("threads:{version}"), dir.path(), &[("TOWLINE_PROFILE_BUFFER", "256")]);
         // The last communicator may end more than once: a later writer finds the same file.

@@ -2,6 +2,7 @@
 # Builds the tests that need real verbs and runs them in the RDMA test machine.
 #
 #   tests/rdma_vm/suite.sh [--env NAME=VALUE]… [OPTIONS OF run.sh] [-- FILTER…]
+#   tests/rdma_vm/suite.sh --build      only builds what it runs, and the machine
 #
 # `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma::faults` last that long.
 # Without a FILTER: the library's own tests on real verbs, those of `tests/rdma`, the functional tests of `tests/net` that
@@ -16,8 +17,11 @@ project=$(cd "$here/../.." && pwd)
 options=(--timeout 1500)
 # Devices without a PCI path are merged for the tests only: SoftRoCE has none.
 variables=(TOWLINE_MERGE_ANY=1)
+only_build=
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    if [ "$1" = --env ] && [ $# -gt 1 ]; then
+    if [ "$1" = --build ]; then
+        only_build=1
+    elif [ "$1" = --env ] && [ $# -gt 1 ]; then
         variables+=("$2")
         shift
     else
@@ -29,7 +33,7 @@ done
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
 wanted=(rdma net)
-built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
+built=$(cd "$project" && cargo test --locked --profile emulated --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
 for entry in $built; do program[${entry%%=*}]=${entry#*=}; done
@@ -42,6 +46,8 @@ done
 command -v cc >/dev/null || { echo "rdma_vm: a C compiler is missing (package gcc)" >&2; exit 1; }
 cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${program[towline]}")")/libfaulty_verbs.so" \
     "$here/../faulty_verbs.c" -ldl
+
+[ -z "$only_build" ] || exec "$here/run.sh" --build
 
 if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.
