@@ -3,7 +3,7 @@
 use std::slice;
 use std::time::{Duration, Instant};
 
-use crate::host::{Context, Handle, Listener, Mr, Part, RecvComm, Request, SendComm};
+use crate::host::{Context, Handle, Listener, Mr, Part, RecvComm, Request, SendComm, give_way};
 use crate::os::error::{Error, Result};
 
 use super::buffer::{Buffer, Place};
@@ -45,7 +45,7 @@ const CONNECT_HINT: &str = "NCCL_DEBUG=INFO shows what the plugin tried; `towlin
 pub(crate) fn until_patience_ends(patience: Duration) -> impl FnMut() -> Result<()> {
     let start = Instant::now();
     move || {
-        std::thread::yield_now();
+        give_way(start);
         if start.elapsed() < patience {
             return Ok(());
         }

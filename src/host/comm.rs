@@ -21,6 +21,16 @@ use crate::nccl::ffi;
 /// How long `post` waits for a free request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// For a thread that polls the plugin since `start`: gives way to other threads, and after a millisecond sleeps between polls.
+/// What takes longer waits for a network or for another process, which may need this processor.
+pub fn give_way(start: Instant) {
+    if start.elapsed() < Duration::from_millis(1) {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
 /// Calls `attempt` until it yields something, giving way to other threads in between.
 pub(super) fn until<T>(
     patience: Duration,
@@ -35,7 +45,7 @@ pub(super) fn until<T>(
         if start.elapsed() > patience {
             return Err(Code::Deadline(what));
         }
-        std::thread::yield_now();
+        give_way(start);
     }
 }
 

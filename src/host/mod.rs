@@ -34,7 +34,7 @@ mod properties;
 mod table;
 
 pub use code::{Code, Result};
-pub use comm::{Listener, Mr, Part, RecvComm, Request, SendComm, Sizes};
+pub use comm::{Listener, Mr, Part, RecvComm, Request, SendComm, Sizes, give_way};
 pub use context::{Context, Handle, Init, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
 pub(crate) use library::DEFAULT_FILE;
 pub use library::{ApiVersion, Plugin};

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox};
 use crate::support::flagcx::{End, FlagCx, FlagCxHandle, Object};
+use crate::support::one_sided::content;
 use crate::support::pair::Pair;
-use crate::support::{context, eventually, pattern, plugin, watchdog};
+use crate::support::{context, eventually, plugin, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, PTR_CUDA, PTR_HOST};
 use towline::nccl::ffi::flagcxNetAdaptor_v1_t;
@@ -65,11 +66,6 @@ fn exchange(flagcx: &FlagCx, (send, recv): (Object, Object), size: usize, messag
     for (source, target) in sources.iter().zip(&targets) {
         assert!(target[..size] == source[..] && target[size] == 0, "{size} bytes");
     }
-}
-
-fn content(seed: usize, size: usize) -> Vec<u8> {
-    let block = pattern(seed, size.min(16 << 20));
-    block.iter().copied().cycle().take(size).collect()
 }
 
 /// FlagCX's order: the sender's connection, the receiver's, its listener.
@@ -206,6 +202,7 @@ fn asks_until_the_peer_is_dead(flagcx: &FlagCx, requests: Vec<Object>) {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
             assert!(flagcx.test(request).is_err());
+            std::thread::sleep(Duration::from_micros(100));
         }
     }
 }

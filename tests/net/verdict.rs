@@ -198,7 +198,7 @@ fn plays_a_killing() -> bool {
     // Transfers without a pause until the other is gone.
     let plays_on = |exchange: &mut dyn FnMut(usize) -> Result<(), Code>| {
         let end = (1..).find_map(|number| {
-            if number == 20 && crate::support::child::role().as_ref() == Some(&victim) {
+            if number == 3 && crate::support::child::role().as_ref() == Some(&victim) {
                 tell("ready");
             }
             exchange(number).err()
@@ -285,7 +285,8 @@ fn kill_amid_cuts(test: &str, cuts: &[Option<Cut>], limits: [&str; 2], more: &[(
             for &how in cuts {
                 for ms in [300, 5000] {
                     scope.spawn(move || {
-                        let network = Network::new(2, 0);
+                        // A dozen of them run at the same time.
+                        let network = Network::new(2, 400);
                         let case = format!("{victim} killed {ms} ms after {how:?}");
                         let limit = limits[usize::from(how.is_none())];
                         let more = [more, &[("TEST_LIMIT", limit), ("TEST_CASE", &case)]].concat();

@@ -176,10 +176,11 @@ fn the_trace_of_a_killed_process_is_whole_and_shows_what_hung() {
         };
         // A collective that does not end is shown after a second, when everything before it has been.
         let patience = Instant::now();
+        std::thread::sleep(Duration::from_secs(1));
         let bytes = || check::traces(dir.path()).first().map(|file| std::fs::read(file).unwrap()).unwrap_or_default();
         while !hung(&bytes()) {
             assert!(patience.elapsed() < Duration::from_secs(30), "{} bytes", bytes().len());
-            std::thread::sleep(Duration::from_millis(100));
+            std::thread::sleep(Duration::from_millis(300));
         }
         std::thread::sleep(Duration::from_millis(37 * round));
         child.kill().unwrap();

@@ -115,7 +115,7 @@ impl Ongoing<'_> {
         let start = Instant::now();
         while !self.progress() {
             assert!(start.elapsed() < Duration::from_secs(60), "the messages arrive");
-            std::thread::yield_now();
+            towline::host::give_way(start);
         }
         self.end();
     }
@@ -133,10 +133,10 @@ pub(crate) fn play(setup: &str) {
             let ranks: Vec<Rank> = (0..RANKS).map(|number| Rank::new(0x51, number)).collect();
             for seq in 0..6 {
                 let mut ongoing: Vec<Ongoing> = ranks.iter().map(|rank| rank.begin(seq)).collect();
-                let mut open = RANKS;
+                let (mut open, start) = (RANKS, Instant::now());
                 while open > 0 {
                     open = ongoing.iter_mut().filter_map(|collective| (!collective.progress()).then_some(())).count();
-                    std::thread::yield_now();
+                    towline::host::give_way(start);
                 }
                 ongoing.into_iter().for_each(Ongoing::end);
             }

@@ -122,7 +122,7 @@ pub fn plays(sender: impl FnOnce(), receiver: impl FnOnce()) -> bool {
     true
 }
 
-/// Messages of all sizes until told to stop.
+/// Messages of all sizes until told to stop, with pauses: the tests need traffic, and the processors for other things.
 pub fn stream_out() {
     let comm = connect();
     let mail = child::mailbox();
@@ -130,6 +130,7 @@ pub fn stream_out() {
     while !mail.join("stop").exists() {
         send(&comm, number, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
         number += 1;
+        std::thread::sleep(Duration::from_millis(2));
     }
     send(&comm, 0, 0);
     comm.close().expect("close");

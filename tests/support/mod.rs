@@ -221,7 +221,7 @@ pub fn outcome(
     let start = Instant::now();
     while start.elapsed() < patience {
         match test(&request) {
-            Ok(None) => std::thread::yield_now(),
+            Ok(None) => towline::host::give_way(start),
             Ok(Some(sizes)) => return Some(Ok(sizes)),
             Err(code) => return Some(Err(code)),
         }

@@ -141,7 +141,7 @@ impl Rank {
         let start = Instant::now();
         while !self.rma.test(self.group, request)? {
             assert!(start.elapsed() < PATIENCE, "the request ends");
-            std::thread::yield_now();
+            towline::host::give_way(start);
         }
         Ok(())
     }
@@ -171,8 +171,12 @@ pub fn holds(window: &Window, offset: usize, expected: &[u8]) -> bool {
 
 pub const SIZES: [usize; 6] = [0, 1, 8, 4 << 10, 1 << 20, 64 << 20];
 
+/// The pattern, repeated where it is too short.
 pub fn content(seed: usize, size: usize) -> Vec<u8> {
-    pattern(seed, size.min(16 << 20)).iter().copied().cycle().take(size).collect()
+    let block = pattern(seed, size.min(16 << 20));
+    let mut content = block.repeat(size.div_ceil(block.len().max(1)));
+    content.truncate(size);
+    content
 }
 
 /// Puts and gets of each size, from rank 0 to each rank and back.
@@ -308,7 +312,7 @@ impl Progress<'_> {
                 return;
             }
             assert!(start.elapsed() < Duration::from_secs(100), "all signals come: {seen:?}, {begun} begun, {open:?}");
-            std::thread::yield_now();
+            towline::host::give_way(start);
         }
     }
 }

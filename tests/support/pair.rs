@@ -49,7 +49,7 @@ impl Pair {
             if start.elapsed() > PATIENCE {
                 return Err(Code::Deadline("connection"));
             }
-            std::thread::yield_now();
+            towline::host::give_way(start);
         }
     }
 
@@ -136,7 +136,7 @@ impl Pair {
             if start.elapsed() > PATIENCE {
                 return Err(Code::Deadline("end of the transfer"));
             }
-            std::thread::yield_now();
+            towline::host::give_way(start);
         }
         received.ok_or(Code::Deadline("end of the transfer"))
     }
