@@ -282,6 +282,7 @@ fn links(host: &Namespace, names: &[&str]) {
         host.ip(&format!("link set peer{number} up"));
         host.ip(&format!("link set {name} up"));
     }
+    names.iter().for_each(|name| host.wait_for(name));
 }
 
 fn names(context: &Context) -> Vec<String> {
