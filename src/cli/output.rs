@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::os::error::{Error, Result};
 use serde::Serialize;
 
-/// What a shell reports for a program that SIGPIPE ended.
+/// The exit status that a shell reports for a program that SIGPIPE ended.
 const EXIT_SIGPIPE: i32 = 128 + libc::SIGPIPE;
 
 /// The name of standard output where a file is wanted.

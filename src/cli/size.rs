@@ -67,7 +67,7 @@ pub(crate) fn steps(begin: Size, end: Size, factor: usize) -> Result<Vec<Size>, 
     Ok(std::iter::successors(Some(begin), next).collect())
 }
 
-/// Whether buffers of so many bytes (`None`: more than can be counted) fit into this host's free memory.
+/// Whether buffers of this many bytes (`None`: more than can be counted) fit into this host's free memory.
 pub(crate) fn check_memory(needed: Option<usize>) -> crate::os::error::Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let Some(free) = free_bytes(&meminfo).filter(|&free| needed.is_none_or(|needed| needed > free)) else {

@@ -1,4 +1,4 @@
-//! What both backends share: the request slab, the completion poller, counters and NetPlugin events.
+//! The parts that both backends share: the request slab, the completion poller, counters and NetPlugin events.
 //!
 //! The engine knows neither TCP nor verbs. A backend posts a transfer by taking a [`request::RequestSlots`] slot,
 //! moves it from inside [`poller::Source::poll`], and ends it through that slot. NCCL's thread and the worker

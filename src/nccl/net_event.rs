@@ -37,7 +37,7 @@ pub const FLAG_RESEND: u32 = 1 << 1;
 /// everything, the stop follows at once and without an update.
 pub(crate) const FLAG_ENDED: u32 = 1 << 2;
 
-/// [`NetEvent::flags`], from this bit on, eight bits: so many further parts of the same transfer lie behind this one in
+/// [`NetEvent::flags`], from this bit on, eight bits: how many further parts of the same transfer lie behind this one in
 /// memory, one after another. Only in a start, of parts that have all ended, and only for [`Reader::Patient`], which takes
 /// each for an event of its own; a stop follows for all of them.
 pub(crate) const MORE_SHIFT: u32 = 8;

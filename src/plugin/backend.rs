@@ -171,7 +171,7 @@ pub(crate) trait Backend {
 
 /// A listener.
 pub(crate) trait Listening: Send + Sync {
-    /// What a peer needs to connect.
+    /// The secret that a peer needs to connect.
     fn secret(&self) -> &Secret;
 
     /// The next connection, if one has arrived.
@@ -205,7 +205,7 @@ pub(crate) trait Attempt: Send + Sync {
     fn cancel(&self);
 }
 
-/// What both ends of a connection have.
+/// The functions that both ends of a connection have.
 pub(crate) trait Connected: Send + Sync {
     /// Registers memory; returns the registration's number.
     ///

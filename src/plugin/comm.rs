@@ -29,7 +29,7 @@ pub(crate) struct AcceptWait {
     pub reported: bool,
 }
 
-/// What a communicator's handle names.
+/// The object that a communicator's handle names.
 pub(crate) enum Comm {
     /// From `listen`.
     Listen(ListenComm),

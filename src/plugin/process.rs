@@ -33,7 +33,7 @@ pub(crate) struct Process {
     pub comms: Table<Comm>,
     /// Contexts.
     pub contexts: Table<Context>,
-    /// What carries the data.
+    /// The backend that carries the data.
     pub backends: Backends,
     net: OnceLock<Arc<Net>>,
     default_context: AtomicUsize,

@@ -74,7 +74,7 @@ pub(crate) const MANY: u32 = 8;
 /// The numbers of channels that are compared.
 const CHANNELS: [u32; 4] = [1, 2, 4, MANY];
 
-/// What may be advised for a communicator.
+/// The advice that is allowed for a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Scope {
     /// Whether the number of channels may be set: not where the user set a minimum.

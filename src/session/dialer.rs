@@ -468,7 +468,7 @@ impl Source for Dial {
     }
 }
 
-/// What a failed attempt shows about the peer's process.
+/// The evidence that a failed attempt gives about the peer's process.
 fn answer_of(state: &State, error: &Error) -> Answer {
     match state.stage {
         Stage::Greeting { .. } | Stage::Welcome(_) if state.unanswered => Answer::Accepted,

@@ -1,4 +1,4 @@
-//! What all connections of the process share: threads, configuration, listeners, and the sockets of closed
+//! The parts that all connections of the process share: threads, configuration, listeners, and the sockets of closed
 //! connections that the peer has not closed yet.
 
 use std::any::Any;

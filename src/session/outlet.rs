@@ -19,7 +19,7 @@ use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
 use crate::os::route::{self, Egress};
 
-/// What the process has found out.
+/// Facts that the process has found out about its interfaces.
 #[derive(Debug, Default)]
 pub(crate) struct Outlets {
     /// Interfaces, and the peers that cannot be reached from a socket bound to them.

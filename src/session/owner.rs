@@ -1,4 +1,4 @@
-//! What a session requests from the connection that owns it.
+//! The requests of a session to the connection that owns it.
 //!
 //! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The owner
 //! handles the data on the sockets. A connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending
@@ -98,7 +98,7 @@ pub(crate) struct Joined {
     pub epoch: u16,
     /// Frames that the peer has received on this stream so far.
     pub received: u64,
-    /// What [`Streams::register_socket`] returned for it.
+    /// The result of [`Streams::register_socket`] for it.
     pub registration: Option<Registration>,
     /// The socket.
     pub sock: Sock,

@@ -1,4 +1,4 @@
-//! What both directions of a connection have in common: the peer, and the first failure.
+//! The part that both directions of a connection have in common: the peer, and the first failure.
 
 use std::io;
 use std::net::SocketAddr;

@@ -6,7 +6,7 @@
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{HEADER, Header, Type};
 
-/// What the receiver acknowledges.
+/// An acknowledgement by the receiver.
 #[derive(Debug, Clone, Copy)]
 pub struct Ack {
     /// [`Type::Ack`], or [`Type::Acks`] when there are counts.

@@ -64,9 +64,9 @@ pub(super) fn rest(start: Instant) {
     std::thread::sleep(if is_short { Duration::from_micros(50) } else { Duration::from_millis(1) });
 }
 
-/// What a direction adds to a connection.
+/// The part of a connection that depends on its direction.
 pub(crate) trait Direction: Sized + Send + Sync + 'static {
-    /// What is changed with the state locked: the protocol core, and the buffers of its messages.
+    /// The data that changes under the state's lock: the protocol core, and the buffers of its messages.
     type State: Send;
     /// The socket of a stream, and what is under way on it.
     type Io: StreamIo;
@@ -158,7 +158,7 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) net: Arc<Net>,
     pub(super) link: Link,
     pub(super) peer: Peer,
-    /// What only this direction has.
+    /// The data of this direction alone.
     pub(super) own: D,
     state: Mutex<D::State>,
     pub(super) streams: Vec<Stream<D::Io>>,

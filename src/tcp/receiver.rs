@@ -53,7 +53,7 @@ type Wanted = Option<(Target, usize)>;
 // SAFETY: the address of a posted buffer, which the transport may use until its request ends (the promise of `irecv`).
 unsafe impl Send for Target {}
 
-/// What is changed with the state locked.
+/// The data that changes under the state's lock.
 pub(crate) struct State {
     core: RecvCore,
     /// Where the bytes of each part of each request slot go, and how many fit there. None from the part's end on: then
@@ -175,7 +175,7 @@ impl Io {
 /// A connection that receives.
 pub(crate) type RecvConn = Connection<Receiving>;
 
-/// What only the receiving side of a connection has.
+/// The data of the receiving side of a connection alone.
 #[derive(Default)]
 pub(crate) struct Receiving {
     /// Frames for the stream that is written next.

@@ -64,7 +64,7 @@ struct Payload {
 // reached under the state's lock or while a chunk of it is unacknowledged.
 unsafe impl Send for Payload {}
 
-/// What is changed with the state locked.
+/// The data that changes under the state's lock.
 pub(crate) struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
@@ -85,7 +85,7 @@ struct Leaving {
     ends: bool,
 }
 
-/// What a stream is sending.
+/// The piece that a stream is sending.
 enum Outgoing {
     /// Control frames.
     Control(Vec<u8>),
@@ -160,9 +160,9 @@ pub(crate) struct Io {
     filled: usize,
     /// The chunk that is being sent, when it is reported to a profiler, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
-    /// What to report to the profiler when the kernel has accepted the first bytes of the chunk.
+    /// The report to the profiler once the kernel has accepted the first bytes of the chunk.
     start_to_report: Option<(Ticket, events::Chunk)>,
-    /// What to report when the kernel has accepted all of the chunk, which ends its request; and the start time.
+    /// The report once the kernel has accepted all of the chunk, which ends its request; and the start time.
     leaving: Option<(Ticket, events::Chunk, Ticks)>,
     blocked: Option<Ticks>,
 }
@@ -170,7 +170,7 @@ pub(crate) struct Io {
 /// A connection that sends.
 pub(crate) type SendConn = Connection<Sending>;
 
-/// What only the sending side of a connection has.
+/// The data of the sending side of a connection alone.
 pub(crate) struct Sending {
     /// The path is long.
     far: bool,

@@ -19,7 +19,7 @@ use crate::os::sync::{Mutex, MutexGuard, settle};
 pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
 pub(crate) const WRITE: u8 = 2;
-/// Request: finish the piece in `out`, and do not query the core for more. Separate from [`WRITE`], because that note makes
+/// Request: finish the piece in `out`, and do not query the core for more. Separate from [`WRITE`], because that request makes
 /// the holder check the core again.
 pub(crate) const SEND: u8 = 4;
 
@@ -46,7 +46,7 @@ pub(crate) enum Step<Broken> {
     Broken(Broken),
 }
 
-/// What running a stream achieved.
+/// The result of running a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ran {
     /// Whether anything moved.
@@ -67,7 +67,7 @@ impl<Io> Default for Stream<Io> {
 }
 
 impl<Io> Stream<Io> {
-    /// Runs `step` with the given wishes, unless another thread holds the stream: then that thread will. `broken` is
+    /// Runs `step` with the given requests, unless another thread holds the stream: then that thread will. `broken` is
     /// called without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
     pub(crate) fn run<B>(
@@ -95,7 +95,7 @@ impl<Io> Stream<Io> {
         self.serve(held, wish, step, broken)
     }
 
-    /// Runs `step` with the given wishes if no other thread holds the stream.
+    /// Runs `step` with the given requests if no other thread holds the stream.
     pub(crate) fn poll_once<B>(
         &self,
         wish: u8,

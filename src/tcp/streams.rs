@@ -99,7 +99,7 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// What the kernel reports of each stream that is connected.
+    /// The kernel's report about each stream that is connected.
     pub(super) fn samples(&self) -> impl Iterator<Item = TcpSample> {
         self.streams.iter().filter_map(|stream| stream.with_io(|io| TcpSample::of(io.sock())).flatten())
     }

@@ -43,7 +43,7 @@ impl Correction {
         when.saturating_add_signed(self.at(when))
     }
 
-    /// What to add at that time.
+    /// The correction at that time.
     pub(crate) fn at(&self, when: u64) -> i64 {
         let after = self.points.partition_point(|&(time, _)| time <= when);
         match (after.checked_sub(1).map(|i| self.points[i]), self.points.get(after)) {

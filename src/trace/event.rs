@@ -112,7 +112,7 @@ impl Kind {
     }
 }
 
-/// What is known about a communicator from its first callback or any later one.
+/// The facts about a communicator, from its first callback or any later one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CommInfo {
     /// The value that NCCL keeps as this communicator's profiler context.
@@ -397,7 +397,7 @@ pub struct CeColl {
     pub tag: u64,
 }
 
-/// What happened: a start (one variant per kind of descriptor), a change of state, or a stop.
+/// An event: a start (one variant per kind of descriptor), a change of state, or a stop.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[allow(missing_docs)]
 pub enum Body {
@@ -527,7 +527,7 @@ pub struct Record {
     pub rank: i32,
     /// Identifies threads.
     pub thread: u32,
-    /// What happened.
+    /// The event.
     pub body: Body,
 }
 
@@ -561,7 +561,7 @@ pub mod state {
     pub(crate) const GROUP_END_API_START: u8 = 24;
     pub const KERNEL_PHASE_STOP: u8 = 31;
 
-    /// What a person reads for a state.
+    /// The name of a state, for a person.
     pub fn label(state: u8) -> &'static str {
         match state {
             OP_SEND_POSTED => "SendPosted",

@@ -120,7 +120,7 @@ pub(super) enum Request {
     Metrics(Sender<String>),
     /// Everything to disk; answers with the trace's path.
     Flush(Sender<String>),
-    /// The process's state as JSON, with so many calls of each communicator; none while no communicator lives.
+    /// The process's state as JSON, with this many calls of each communicator; none while no communicator lives.
     Status(usize, Sender<Option<String>>),
     /// The same as the last words of a process that ends.
     Exit(Sender<Option<String>>),

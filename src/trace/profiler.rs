@@ -50,7 +50,7 @@ const LEAVE: Duration = Duration::from_secs(1);
 /// Opens a second profiler for the interface's version that NCCL speaks to us.
 pub(crate) type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 
-/// What a communicator's `init` brings.
+/// The arguments of a communicator's `init`.
 pub(crate) struct Init {
     /// The version of the interface that NCCL uses.
     pub version: u32,
@@ -60,7 +60,7 @@ pub(crate) struct Init {
     pub mask: *mut c_int,
     /// How to open a second profiler.
     pub load_second: LoadSecond,
-    /// What the transport's connections are.
+    /// The transport's connections.
     pub connections: Connections,
 }
 

@@ -59,7 +59,7 @@ struct Link {
     host: usize,
 }
 
-/// What is known of the transport's connections, by number and direction.
+/// The known facts about the transport's connections, by number and direction.
 #[derive(Debug, Clone, Default)]
 pub struct Links {
     links: QuickMap<(u64, bool), Link>,

@@ -22,7 +22,7 @@ const STATUS_BUFFER_MIB: u32 = 16;
 /// Some twenty million events, about what Perfetto's page can load.
 const LIMIT_MIB: u32 = 4096;
 
-/// What to do.
+/// What the profiler writes, and where.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Settings {
     /// Write a trace file.

@@ -31,7 +31,7 @@ impl Slot {
         unsafe { (*self.record.get()).write(record) };
     }
 
-    /// What the slot was filled with.
+    /// Reads the slot.
     ///
     /// # Safety
     /// It was filled, the caller has seen that, and no other thread writes it at the same time.

@@ -113,7 +113,7 @@ struct Step {
     number: i32,
     /// Its data have come, and this rank's GPU has not taken them.
     arrived: bool,
-    /// What it waits for, since when.
+    /// The reason for which it waits, and since when.
     wait: Option<(On, u64)>,
 }
 
@@ -177,7 +177,7 @@ impl Tracker {
         &self.comms
     }
 
-    /// What the open steps of each communicator wait for.
+    /// The reasons for which the open steps of each communicator wait.
     pub(crate) fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
         let waits = |steps: Vec<OpenStep>| steps.into_iter().map(|step| step.wait).collect();
         self.open_steps().into_iter().map(|(context, steps)| (context, waits(steps))).collect()
@@ -284,7 +284,7 @@ impl Tracker {
     }
 }
 
-/// What a step in this state waits for.
+/// The reason for which a step in this state waits.
 fn what(state: u8) -> Option<On> {
     Some(match state {
         state::STEP_SEND_WAIT => On::Network,

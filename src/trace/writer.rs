@@ -43,13 +43,13 @@ const ROUND: Duration = Duration::from_millis(4);
 /// Traced events are in the file after this time, whatever happens to the process.
 const FLUSH: Duration = Duration::from_millis(100);
 
-/// Or after so many bytes.
+/// Or after this many bytes.
 const FLUSH_BYTES: usize = 256 << 10;
 
 /// When a producer was interrupted in the middle of a record, this many records wait for it at most.
 const PENDING: usize = 1 << 18;
 
-/// What is kept for the process's state.
+/// The facts kept for the process's state.
 struct Status {
     tracker: Tracker,
     network: Network,

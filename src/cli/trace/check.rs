@@ -50,7 +50,7 @@ const SHOWN: usize = 10;
 
 #[derive(Default)]
 struct Step {
-    /// What NCCL reports as moved; None when the step did not get that far.
+    /// The bytes that NCCL reports as moved; None when the step did not get that far.
     size: Option<u64>,
     stopped: bool,
     events: u64,

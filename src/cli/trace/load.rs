@@ -12,7 +12,7 @@ use crate::trace::summary::time;
 pub(super) struct Loaded {
     /// Each with what to add to its times.
     pub(super) processes: Vec<(Process, Correction)>,
-    /// What the user should know about the files and the clocks.
+    /// Remarks for the user about the files and the clocks.
     pub(super) remarks: Vec<String>,
 }
 
@@ -46,7 +46,7 @@ impl<'a> Share<'a> {
         }
     }
 
-    /// A file of so many bytes is done.
+    /// A file of this many bytes is done.
     pub(super) fn file_done(&mut self, bytes: usize) {
         self.done += bytes as u64;
     }

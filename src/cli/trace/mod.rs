@@ -87,7 +87,7 @@ struct Draw {
 }
 
 impl Options {
-    /// What is wrong with the command line.
+    /// Checks what clap cannot. The error says what is wrong with the command line.
     pub(super) fn check(&self) -> std::result::Result<(), String> {
         let (files, output) = match &self.command {
             Command::Merge(args) => (&args.files, &args.output),

@@ -22,7 +22,7 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// What a process knows of one of its communicators so far.
+    /// The facts that a process knows about one of its communicators so far.
     fn of(summary: &Summary, context: u64) -> Self {
         let Some(stat) = summary.comms.get(&context) else { return Self::default() };
         let rank = stat.info.rank;
@@ -51,7 +51,7 @@ impl Figures {
         }
     }
 
-    /// What came since `before`.
+    /// The records since `before`.
     fn since(&self, before: &Self) -> Self {
         let peers = self.peers.iter().map(|(key, now)| {
             let then = before.peers.get(key).copied().unwrap_or_default();

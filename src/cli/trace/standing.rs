@@ -50,7 +50,7 @@ impl Standing {
         }
     }
 
-    /// What the communicators that stand still wait for.
+    /// The reasons for which communicators that stand still wait.
     pub(super) fn findings(self) -> Vec<Finding> {
         self.0.findings()
     }
@@ -69,7 +69,7 @@ fn sorted<'a>(calls: impl Iterator<Item = &'a Call>) -> Vec<Call> {
     calls
 }
 
-/// What NCCL has one connection for in each direction.
+/// The key for which NCCL has one connection in each direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Way {
     context: u64,

@@ -12,7 +12,7 @@ use crate::os::ticks::Ticks;
 /// are dropped. Their bytes are then part of the piece for the rest at the transfer's end.
 pub(super) const ROOM: usize = 64;
 
-/// What happened to a chunk.
+/// An event of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// The receiver's buffer is posted. Such a note has no chunk.

@@ -76,7 +76,7 @@ pub struct Path {
     pub peer: Option<SocketAddr>,
 }
 
-/// What carries a path's bytes.
+/// The carrier of a path's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Carrier {
     /// Not connected (yet).

@@ -16,7 +16,7 @@
 
 use super::Plan;
 
-/// What the user allows.
+/// The merges that the user allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MergePolicy {
     /// Interfaces may be merged: `NCCL_NET_FORCE_MERGE` or `NCCL_NET_MERGE_LEVEL` is set.

@@ -29,7 +29,7 @@ struct Device {
     binding: Binding,
 }
 
-/// What a backend binds to for a device.
+/// The interfaces or ports to which a backend binds for a device.
 #[derive(Debug, Clone)]
 pub(crate) struct Binding {
     /// The rails; with ports, those of the control channels.
@@ -82,7 +82,7 @@ impl Table {
         Ok(self.state().device(number)?.properties)
     }
 
-    /// What a backend binds to for this device.
+    /// The interfaces or ports to which a backend binds for this device.
     ///
     /// # Errors
     /// When there is no device of this number.

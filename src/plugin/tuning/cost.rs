@@ -15,7 +15,7 @@ use super::{Algorithm, Collective, Protocol, Question, Way};
 
 /// Costs that occur once: starting the kernel, and the first poll of each thread.
 const START_US: f32 = 10.2;
-/// What a ring's kernel costs more than a tree's in an all-reduce.
+/// The additional cost of a ring's kernel over a tree's in an all-reduce.
 const RING_US: f32 = 2.0;
 /// A step's latency over the network, by protocol.
 const STEP_LL_US: f32 = 5.0;

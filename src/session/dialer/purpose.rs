@@ -50,7 +50,7 @@ pub(super) struct Proved {
     pub keys: Option<Keys>,
     /// The requested epoch.
     pub epoch: u16,
-    /// What [`Purpose::register_socket`] returned.
+    /// The result of [`Purpose::register_socket`].
     pub registration: Option<Registration>,
     /// The socket.
     pub sock: Sock,
@@ -153,7 +153,7 @@ pub(super) trait Purpose: Send + Sync {
     /// When the connection is gone, or cannot use the socket.
     fn reached(&self, net: &Arc<Net>, proved: Proved) -> Result<Reached>;
 
-    /// What an attempt shows about a peer that may be dead.
+    /// The evidence that an attempt gives about a peer that may be dead.
     fn answered(&self, _began: Instant, _pair: usize, _answer: Answer) {}
 
     /// The pause after each failed try, for dials that no failure ends.

@@ -112,7 +112,7 @@ impl Sealed {
         }
     }
 
-    /// What remains to be sent after the first `sent` bytes.
+    /// The rest to be sent after the first `sent` bytes.
     pub fn rest(&self, sent: usize) -> [Piece; 3] {
         match self {
             Self::Summed(header, body, sum) => {

@@ -17,7 +17,7 @@ const INPUT: usize = 8 << 10;
 /// How much to read beyond the end of the current frame: room for the next headers.
 pub(crate) const BEHIND: usize = 2 << 10;
 
-/// What the buffer holds next.
+/// The next item in the buffer.
 #[derive(Debug)]
 pub enum Item<'a> {
     /// A frame begins; the rest of it has not arrived or is not checked.

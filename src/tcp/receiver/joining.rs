@@ -1,4 +1,4 @@
-//! What the session requests of a receiving connection: to add streams, and to reconnect lost ones.
+//! The session's requests to a receiving connection: to add streams, and to reconnect lost ones.
 
 use std::io;
 use std::sync::Arc;

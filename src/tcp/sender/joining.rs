@@ -1,4 +1,4 @@
-//! What the session requests of a sending connection: which streams must be reconnected, and over which rails.
+//! The session's requests to a sending connection: which streams must be reconnected, and over which rails.
 
 use std::io;
 use std::sync::Arc;

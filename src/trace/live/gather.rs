@@ -31,7 +31,7 @@ const MARGIN_NS: u64 = 1_000_000_000;
 pub(crate) struct Process {
     /// Its report.
     pub(crate) state: State,
-    /// What to add to its times.
+    /// The correction of its times.
     pub(crate) shift: i64,
     /// When it last reported.
     pub(crate) heard: u64,
@@ -93,7 +93,7 @@ pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Option<Vec<Process>> {
     Some(found)
 }
 
-/// What is in these files now, and when each was read; None when their file system does not answer.
+/// The content of these files now, and when each was read; None when their file system does not answer.
 fn fresh(files: &[(PathBuf, State)]) -> Option<Vec<Option<(State, u64)>>> {
     let paths: Vec<PathBuf> = files.iter().map(|(path, _)| path.clone()).collect();
     let read = |path: &PathBuf| place::read(path).ok().map(|state| (state, clock::now()));

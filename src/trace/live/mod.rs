@@ -168,7 +168,7 @@ impl CommState {
         (0..if self.ranks > 0 { self.ranks } else { MOST_RANKS }).contains(&rank)
     }
 
-    /// What cannot be true of it.
+    /// The reason why it cannot be true, if there is one.
     fn fault(&self) -> Option<String> {
         if self.number().is_none() {
             Some(format!("{:?} is no communicator", self.id))
@@ -330,7 +330,7 @@ impl State {
         }
     }
 
-    /// What cannot be true of it.
+    /// The reason why it cannot be true, if there is one.
     fn fault(&self) -> Option<String> {
         let calls = self.communicators.iter().flat_map(|comm| comm.calls.iter().chain(&comm.transfers));
         let waits = self.communicators.iter().flat_map(|comm| &comm.waits).map(|wait| wait.since);

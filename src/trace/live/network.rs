@@ -9,7 +9,7 @@ use crate::trace::verdict::Route;
 /// The most connections that are reported.
 const TOLD: usize = 512;
 
-/// What an interface has carried.
+/// An interface and its counters.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Interface {
     /// Its name.

@@ -74,7 +74,7 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
     page.text
 }
 
-/// What all series of the process are joined with to know its GPU. A process has as many as its host at most.
+/// The series with which all series of the process are joined to find its GPU. A process has as many as its host at most.
 fn gpus(page: &mut Page<'_>, summary: &Summary) {
     let mut family = page.family("towline_gpu_info", "gauge", "1 for each GPU of the process.");
     summary.gpus.iter().for_each(|gpu| family.sample(&format!("gpu=\"{}\"", escape(gpu)), 1));

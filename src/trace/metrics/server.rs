@@ -28,7 +28,7 @@ const LONGEST: usize = 8192;
 /// Ports that are tried after the first one, if the process's number on the host is unknown.
 const PORTS: u16 = 64;
 
-/// What a path of the URL gives; None when there is nothing.
+/// The answer for a path of the URL; None when there is none.
 pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// Serves a client, on its own thread.

@@ -50,7 +50,7 @@ struct Open {
     phase_since: u64,
     /// A step's or an operation's bytes; the end of a kernel, or of a phase of one, on the GPU's clock.
     amount: u64,
-    /// What the sender's and the receiver's arrow have in common.
+    /// The part that the sender's and the receiver's arrow have in common.
     flow: u64,
     /// Values that are added at the end.
     last_words: Annotations,

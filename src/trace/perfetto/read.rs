@@ -20,7 +20,7 @@ use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SL
 pub struct Process {
     /// Which process it was; None in a file that is not Towline's or has lost its beginning.
     pub info: Option<ProcessInfo>,
-    /// What is known of its connections.
+    /// The known facts about its connections.
     pub links: Links,
     /// Its communicators; `context` is the running number that the records carry.
     pub comms: Vec<CommInfo>,

@@ -429,7 +429,7 @@ impl PeerStat {
         self.flush_ns += other.flush_ns;
     }
 
-    /// What was added since it was `before`.
+    /// The increase since `before`.
     pub(crate) fn since(&self, before: &PeerStat) -> PeerStat {
         PeerStat {
             steps: self.steps.saturating_sub(before.steps),

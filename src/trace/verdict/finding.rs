@@ -1,4 +1,4 @@
-//! What holds ranks up, and how many.
+//! The reason why ranks wait, and how many wait for it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(crate) struct Finding {
 pub(crate) struct Named {
     /// Its number in the communicator.
     pub rank: i32,
-    /// What is known of it.
+    /// The known facts about it.
     pub member: Option<Member>,
     /// The interfaces that it uses: of a send under way, those by which it goes.
     pub interfaces: Vec<String>,

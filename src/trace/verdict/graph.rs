@@ -18,7 +18,7 @@ use crate::trace::names::Name;
 /// The communicators, by their ids.
 pub(super) type Communicators = BTreeMap<u64, Communicator>;
 
-/// What ranks are stuck in.
+/// A call or a transfer in which ranks are stuck.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Spot {
     comm: u64,
@@ -57,7 +57,7 @@ struct Graph<'a> {
     nodes: BTreeMap<Spot, Node>,
 }
 
-/// What holds the communicators up: findings for which most ranks wait first, and those that name no rank last.
+/// The reasons why communicators stand still: findings for which most ranks wait first, and those that name no rank last.
 pub(super) fn findings(comms: &Communicators) -> Vec<Finding> {
     let mut graph = Graph::new(comms);
     let mut direct = Vec::new();

@@ -28,7 +28,7 @@ pub(crate) struct Told {
     pub transfers: Vec<Call>,
     /// How many of these there have been.
     pub exchanged: Exchanged,
-    /// What its open operations wait for.
+    /// The reasons for which its open operations wait.
     pub waits: Vec<Wait>,
     /// The time up to which it reports.
     pub until: u64,
@@ -118,7 +118,7 @@ impl Job {
         comm.and_then(|comm| comm.route(rank, wait.peer, send)).map_or(&[], |route| &route.interfaces)
     }
 
-    /// What the job waits for: nothing when no communicator stands still.
+    /// The reasons for which the job waits: none when no communicator stands still.
     pub(crate) fn findings(mut self) -> Vec<Finding> {
         let lost = self.lost();
         // Otherwise more processes are unseen than were queried: some may be healthy, on a host that was not queried.

@@ -100,7 +100,7 @@ pub(crate) struct Call {
     pub open: bool,
 }
 
-/// What a step of an open call waits for.
+/// The reason for which a step of an open call waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum On {
     /// A send under way to the peer.
@@ -152,11 +152,11 @@ pub(crate) struct Wait {
 /// When events of a process last found no room, by the kind of event.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Gaps {
-    /// That a call was entered.
+    /// Events that a call was entered.
     pub calls: Option<u64>,
-    /// That something ended.
+    /// Events that something ended.
     pub ends: Option<u64>,
-    /// What is waited for.
+    /// Events with the reason for a wait.
     pub waits: Option<u64>,
 }
 
@@ -240,7 +240,7 @@ pub(crate) struct Member {
     pub transfers: Vec<Call>,
     /// By peer: how many sends and receives it has called since the communicator began.
     pub exchanged: Exchanged,
-    /// What its open calls wait for.
+    /// The reasons for which its open calls wait.
     pub waits: Vec<Wait>,
     /// Its process's connections, where they are known.
     pub routes: Vec<Route>,
@@ -292,7 +292,7 @@ impl Communicator {
         (0..self.ranks).filter(|rank| !self.members.contains_key(rank)).collect()
     }
 
-    /// What is known of a rank.
+    /// The known facts about a rank.
     fn member(&self, rank: i32) -> Option<&Member> {
         self.members.get(&rank).or_else(|| self.lost.get(&rank)?.as_ref())
     }
@@ -351,7 +351,7 @@ pub(crate) struct Made {
 pub(crate) struct Hold {
     /// Its number in the communicator that it holds up.
     pub rank: i32,
-    /// What is known of it.
+    /// The known facts about it.
     pub member: Member,
     /// The call that it holds up, with its communicator.
     pub holds: String,

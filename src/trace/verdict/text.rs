@@ -227,7 +227,7 @@ impl Communicator {
         if idle < AT_WORK_NS { String::new() } else { format!(", nothing has moved over it for {}", seconds(idle)) }
     }
 
-    /// What most of the ranks in a call wait for; a GPU may wait only because data is missing.
+    /// The reason for which most of the ranks in a call wait; a GPU may wait only because data is missing.
     pub(crate) fn waiting_on(&self, waiting: &Waiting) -> Option<On> {
         let members = waiting.ranks.iter().filter_map(|rank| self.members.get(rank));
         let mut counts: BTreeMap<On, usize> = BTreeMap::new();
