@@ -24,10 +24,10 @@ emulator="qemu-aarch64 -L $sysroot"
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=$emulator
 
-cargo test --locked --target $target --test abi -- layout:: exports::
-cargo test --locked --target $target --lib -- abi:: engine::handle engine::table session::wire --test-threads 2
-cargo build --locked --target $target
-built=target/$target/debug
+cargo test --locked --profile emulated --target $target --test abi -- layout:: exports::
+cargo test --locked --profile emulated --target $target --lib -- abi:: engine::handle engine::table session::wire --test-threads 2
+cargo build --locked --profile emulated --target $target
+built=target/$target/emulated
 readelf -h $built/libtowline.so | grep -q AArch64 || fail "$built/libtowline.so is not for aarch64"
 $emulator $built/towline all-reduce -b 8 -e 1M -f 32 -n 2 -w 1 --wrap "$emulator"
 echo "aarch64.sh: all passed in $SECONDS s"

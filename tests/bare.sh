@@ -5,7 +5,7 @@
 #
 # Without a suite: bookworm and trixie. `--first` leaves the second command (the tests) out. `--keep` keeps a system in which a command
 # failed, and says how to enter it. ARGUMENTS are added to the second command, as in `tests/bare.sh trixie -- --no-run`.
-# Takes about 5 minutes for each system on two cores, and 25 more for the tests.
+# Takes about 5 minutes for each system on two cores, and 10 more for the tests.
 #
 # As root, on Debian or Ubuntu, with debootstrap, git and Rust under rustup. What is tested is the last commit. Rust comes
 # from this machine's rustup, without which a bare system has no Rust; crates and Debian's packages are downloaded. The

@@ -82,7 +82,7 @@ valgrind)
             slow=(--skip merge:: --skip picture:: --skip setups:: --skip profile_run:: --skip tuner:: --skip the_trace_of_a_killed)
         fi
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$memcheck $children" \
-            cargo test --quiet --test "${test%%::*}" -- $module --test-threads 1 "${skip[@]}" "${slow[@]}" "${arguments[@]}"
+            cargo test --quiet --profile emulated --test "${test%%::*}" -- $module --test-threads 1 "${skip[@]}" "${slow[@]}" "${arguments[@]}"
         [ "$test" = profiler ] || continue
         # The set-ups by themselves, without a look at what they leave.
         for scenario in rank:1,0 rank:6,0 devices:6 threads:6; do

@@ -91,7 +91,7 @@ pub(crate) fn distance(sock: &impl AsRawFd) -> Duration {
     us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
 }
 
-/// How long packets of a socket wait in queues of the network now.
+/// The smoothed round trip of a socket less the shortest of the last minutes: the time in queues, those of the hosts included.
 pub(crate) fn queue(sock: &impl AsRawFd) -> Duration {
     round_trip(sock).saturating_sub(distance(sock))
 }

@@ -9,7 +9,6 @@
 //! | [`ranges`] | which bytes of a message have been seen |
 //! | [`ack`] | the counts that an acknowledgement carries |
 //! | [`window`] | how much of each stream may be unacknowledged |
-//! | [`spread`] | whether one further stream carries long messages, or all |
 //! | [`delivery`] | which paths deliver, and which only connect |
 //! | [`send_core`] | what the sending side knows: messages, credit, chunks in flight |
 //! | [`recv_core`] | what the receiving side knows: posted receives, early arrivals, acknowledgements |
@@ -42,7 +41,6 @@ pub mod send_core;
 pub(crate) mod sender;
 #[cfg(test)]
 pub(crate) mod simulation;
-mod spread;
 mod standstill;
 pub(crate) mod stream;
 pub(crate) mod streams;

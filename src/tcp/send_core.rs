@@ -20,12 +20,12 @@ use slab::Slab;
 
 use super::delivery::Arrived;
 use super::limits::{EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MESSAGE_COST, max_early};
-use super::spread::Rate;
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
 use crate::engine::schedule::constants::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, INLINE_MAX, MOST_SHARES, PAGE, POLL_EVERY,
 };
+use crate::engine::schedule::spread::Rate;
 use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -232,8 +232,8 @@ pub struct SendCore {
     /// Streams, a bit each, that must check what is ready ([`SendCore::take_roomy`]).
     roomy: u32,
     /// The one further stream that carries long messages. None: all do.
-    only: Option<usize>,
-    /// What chunks of further streams have measured since [`SendCore::take_rate`].
+    carrier: Option<usize>,
+    /// The rate that chunks of further streams have measured since [`SendCore::take_rate`].
     rate: Rate,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
@@ -273,7 +273,7 @@ impl SendCore {
             joins: false,
             engaged: MAX_STREAMS as u64,
             roomy: 0,
-            only: None,
+            carrier: None,
             rate: Rate::default(),
             last_short: None,
             settled: false,
@@ -340,10 +340,10 @@ impl SendCore {
     pub(crate) fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
         let Some(stream) = self.streams.get_mut(index) else { return };
         let last = frames.checked_sub(stream.acked + 1).and_then(|before| stream.flights.get(before as usize));
-        if let Some(Flight { queued, delivered, left: Some(left), .. }) = last {
+        if let Some(Flight { queued, length, delivered, left: Some(left), .. }) = last {
             let elapsed = elapsed(*left);
             stream.pace.took(elapsed, *queued);
-            self.rate.add(elapsed, self.delivered - delivered);
+            self.rate.add(elapsed, self.delivered - delivered + u64::from(*length));
         }
     }
 
@@ -563,7 +563,10 @@ impl SendCore {
             && let Some(key) = self.short.pop_front()
         {
             (Flight::new(key, 0, self.messages[key].length as u32), false)
-        } else if index == 0 && self.others > 0 && !self.far || !self.is_wanted(index) || self.leaves_to_others(index) {
+        } else if index == 0 && self.others > 0 && !self.far
+            || !self.carries_long(index)
+            || self.leaves_to_others(index)
+        {
             return None;
         } else {
             (self.cut(index)?, false)
@@ -591,18 +594,22 @@ impl SendCore {
     }
 
     /// Whether stream `index` carries long messages.
-    fn is_wanted(&self, index: usize) -> bool {
-        self.only.is_none_or(|only| only == index)
+    fn carries_long(&self, index: usize) -> bool {
+        self.carrier.is_none_or(|carrier| carrier == index)
     }
 
-    /// From now on `one` further stream carries the long messages, or all do.
-    fn leave_to(&mut self, one: bool) {
-        if one == self.only.is_some() {
+    /// From now on `one` further stream carries the long messages, or all do. To be followed by [`SendCore::take_roomy`].
+    pub(crate) fn choose_carrier(&mut self, one: bool) {
+        if one == self.carrier.is_some() {
             return;
         }
         let (_, best) = self.fastest();
         let mut live = self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live);
-        self.only = live.find(|(_, stream)| one && !stream.pace.is_slow(best)).map(|(index, _)| index);
+        self.carrier = if one { live.find(|(_, it)| !it.pace.is_slow(best)).map(|(index, _)| index) } else { None };
+        // Whatever is ready has woken others, or not all.
+        for (index, _) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
+            self.roomy |= u32::from(self.carrier.is_none_or(|carrier| carrier == index)) << index;
+        }
     }
 
     /// How many streams share the long messages.
@@ -628,13 +635,13 @@ impl SendCore {
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
     /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
     /// several wires: each takes part, as far as there are chunks. Over a full network only `one` further stream does
-    /// ([`Spread`](super::spread::Spread)).
+    /// ([`Spread`](crate::engine::schedule::spread::Spread)).
     pub(crate) fn engage(&mut self, bytes: u64, one: bool) -> ([u8; MAX_STREAMS], usize) {
-        self.leave_to(one);
+        self.choose_carrier(one);
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         let first = usize::from(!self.far || self.others == 0);
         let streams = self.streams.iter().enumerate().skip(first);
-        for (index, _) in streams.filter(|(index, stream)| stream.live && self.is_wanted(*index)) {
+        for (index, _) in streams.filter(|(index, stream)| stream.live && self.carries_long(*index)) {
             order[live] = index as u8;
             live += 1;
         }
@@ -678,11 +685,11 @@ impl SendCore {
             return false;
         }
         let (fastest, best) = self.fastest();
-        let others = self.carriers().saturating_sub(1).max(1);
+        let others = if self.carrier.is_some() { 1 } else { self.carriers().saturating_sub(1).max(1) };
         let is_better_left = stream.pace.is_slow(best)
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
-            self.only = self.only.map(|_| fastest);
+            self.carrier = self.carrier.map(|_| fastest);
             self.roomy |= 1 << fastest;
             // The stream may have stalled once and recovered, and where it is woken for each message nothing else resets its
             // pace.
@@ -707,9 +714,10 @@ impl SendCore {
         if !again {
             message.assigned += u64::from(flight.length);
             message.handed_out = true;
-        } else if self.joins {
-            // Its first start time is not valid for this attempt.
-            flight.began = None;
+        } else {
+            // Its first start times are not valid for this attempt.
+            flight.left = None;
+            flight.began = flight.began.filter(|_| !self.joins);
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
@@ -941,8 +949,8 @@ impl SendCore {
             stream.unfenced |= stream.live;
             std::mem::take(&mut stream.live)
         });
-        // The next message finds another one.
-        self.only = self.only.filter(|only| *only != index);
+        // The next `engage` chooses another one.
+        self.carrier = self.carrier.filter(|carrier| *carrier != index);
         self.count_others();
         was_live
     }

@@ -24,7 +24,6 @@ use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
 use super::limits::{COPY_FIRST_MAX, EAGER_MAX, is_far};
 use super::send_core::{Admit, Key, SendCore, Written};
-use super::spread::Spread;
 use super::stream::{READ, SEND, Step, WRITE};
 use crate::engine::backoff_timer::BackoffTimer;
 use crate::engine::counters::Counters;
@@ -33,6 +32,7 @@ use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
 use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX};
 use crate::engine::schedule::load;
+use crate::engine::schedule::spread::Spread;
 use crate::engine::span::Span;
 use crate::os::error::Result;
 use crate::os::ticks::Ticks;
@@ -331,7 +331,7 @@ impl SendConn {
         let rail = link.local.first().filter(|_| link.pairs() == 1 && !far);
         let own = Sending {
             far,
-            spread: rail.map(|rail| Spread::of(rail.address.ip())),
+            spread: rail.map(|rail| net.spreads.of(rail.address.ip())),
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
@@ -639,7 +639,7 @@ impl SendConn {
 
     /// Starts as many streams as a message can use. Without further streams the calling thread sends it on the first.
     fn wake_streams(&self, length: u64) {
-        let one = self.own.spread.as_ref().is_some_and(|spread| spread.is_one());
+        let one = self.own.spread.as_ref().is_some_and(|spread| spread.uses_one_stream());
         let (streams, count) = self.state().core.engage(length, one);
         for &index in &streams[..count] {
             match index {

@@ -34,14 +34,14 @@ fn accept() -> RecvComm {
 }
 
 /// The two ends of a test, each a process in its namespace.
-struct Ends {
-    mail: Mailbox,
+pub(crate) struct Ends {
+    pub(crate) mail: Mailbox,
     receiver: Guarded,
     sender: Guarded,
 }
 
 impl Ends {
-    fn start(test: &str, hosts: &(Namespace, Namespace), variables: &[(&str, &str)]) -> Self {
+    pub(crate) fn start(test: &str, hosts: &(Namespace, Namespace), variables: &[(&str, &str)]) -> Self {
         Self::start_late(test, hosts, variables, &["sender", "receiver"], || ())
     }
 
@@ -76,7 +76,7 @@ impl Ends {
         String::from_utf8(child::receive(self.mail.path(), name)).expect("text")
     }
 
-    fn pass(mut self) {
+    pub(crate) fn pass(mut self) {
         assert!(self.sender.passed_within(PATIENCE * 2), "the sender");
         assert!(self.receiver.passed_within(PATIENCE), "the receiver");
     }
@@ -86,7 +86,7 @@ const MESSAGE: usize = 1 << 20;
 const AHEAD: usize = 8;
 
 /// Sends messages of 1 MiB, 8 at a time, until told to stop; then an empty one.
-fn send_stream() {
+pub(crate) fn send_stream() {
     send_over(connect());
 }
 
@@ -111,7 +111,7 @@ fn send_over(send: SendComm) {
 }
 
 /// Receives and checks them, and leaves a list of times and bytes.
-fn receive_stream() {
+pub(crate) fn receive_stream() {
     receive_over(accept());
 }
 

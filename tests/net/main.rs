@@ -28,6 +28,7 @@ mod seal;
 mod selection;
 mod situations;
 mod slow;
+mod spread;
 mod traffic_class;
 mod vanish;
 mod verdict;

@@ -357,10 +357,13 @@ fn the_rank_that_holds_the_others_up_is_named() {
 
 #[test]
 fn the_rank_is_named_with_the_oldest_and_the_newest_version_of_nccls_interface() {
-    the_rank_is_named_with(&[1, 7]);
+    the_rank_is_named_with([*INTERFACES.start(), *INTERFACES.end()]);
 }
 
-fn the_rank_is_named_with(versions: &[u32]) {
+/// The versions of NCCL's profiler interface.
+const INTERFACES: std::ops::RangeInclusive<u32> = 1..=7;
+
+fn the_rank_is_named_with(versions: impl IntoIterator<Item = u32>) {
     let cases = [("stay", "behind"), ("count", "mismatch"), ("send", "waits")];
     let start = |version| {
         cases.map(|(odd, kind)| {
@@ -371,7 +374,7 @@ fn the_rank_is_named_with(versions: &[u32]) {
         })
     };
     let jobs: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = versions.iter().map(|&version| scope.spawn(move || start(version))).collect();
+        let threads: Vec<_> = versions.into_iter().map(|version| scope.spawn(move || start(version))).collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
     std::thread::sleep(Duration::from_secs(9));
@@ -690,7 +693,7 @@ mod long {
     #[test]
     #[ignore = "long: .ci/run runs it"]
     fn the_rank_is_named_with_the_other_versions_of_nccls_interface() {
-        the_rank_is_named_with(&[2, 3, 4, 5, 6]);
+        the_rank_is_named_with(*INTERFACES.start() + 1..*INTERFACES.end());
     }
 
     #[test]

@@ -47,7 +47,7 @@ command -v cc >/dev/null || { echo "rdma_vm: a C compiler is missing (package gc
 cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${program[towline]}")")/libfaulty_verbs.so" \
     "$here/../faulty_verbs.c" -ldl
 
-[ -z "$only_build" ] || exec "$here/run.sh" --build
+[ -z "$only_build" ] || exec "$here/run.sh" "${options[@]}" --build
 
 if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.

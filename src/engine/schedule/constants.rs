@@ -72,22 +72,22 @@ pub(crate) const MOST_SHARES: u64 = 6;
 /// a thread's load (`schedule::load`).
 pub(crate) const PAGE: u64 = 4096;
 
-// Whether one further stream carries long messages, or all (`tcp::spread`).
+// Whether one further stream carries long messages, or all (`schedule::spread`).
 
-/// Bytes of a stream after which it measures the queue on its path. That takes a microsecond.
-pub(crate) const LOOK_BYTES: u64 = 4 << 20;
+/// Bytes of a stream after which it measures the queue on its path. That takes two microseconds.
+pub(crate) const SAMPLE_BYTES: u64 = 4 << 20;
 
-/// Looks of a rail's streams between two decisions. At 10 Gb/s that is 27 ms. Two connections with four further streams each
-/// have looked once.
-pub(crate) const LOOKS: u32 = 8;
+/// Samples of a rail's streams between two decisions: about one for each further stream of two connections with four each. At
+/// 10 Gb/s they take 27 ms.
+pub(crate) const SAMPLES: u32 = 8;
 
-/// The network is full where packets wait this long. On full networks of 10 and 25 Gb/s they waited 0.18 to 1.2 ms, where the
-/// ends were the limit, up to 100 Gb/s, 0.02 to 0.13 ms.
-pub(crate) const QUEUE: Duration = Duration::from_micros(150);
+/// A network is full when packets wait this long. Measured under NCCL's operations: 0.18 to 1.2 ms on full networks of 10 and
+/// 25 Gb/s; 0.02 to 0.13 ms on networks up to 100 Gb/s where the hosts were the limit.
+pub(crate) const FULL_NETWORK_DELAY: Duration = Duration::from_micros(150);
 
-/// Decisions for which one stream carries long messages before all do for one; and for which all do, at most, after trials
-/// that failed.
-pub(crate) const LASTING: u32 = 64;
+/// Decisions for which a successful trial of one stream holds. After a failure all streams stay for an eighth of this, doubled
+/// each time, up to four times this.
+pub(crate) const TRIAL_PERIOD: u32 = 64;
 
 // How many bytes a stream may have on the way.
 

@@ -21,7 +21,7 @@
 //! | up to [`constants::OWN_MAX`] | NCCL's thread, in `isend` | the first stream | no |
 //! | up to [`constants::INLINE_MAX`] | NCCL's thread; a worker when NCCL's thread has copied much lately ([`load`]) | the first stream; one further stream | when NCCL's thread has copied much |
 //! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
-//! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first; over a full network one further stream (`tcp::spread`) | yes |
+//! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first; over a full network one further stream ([`spread`]) | yes |
 //!
 //! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent over the first
 //! stream, by NCCL's thread. A connection with a single stream carries everything on it, by NCCL's thread. Over a long
@@ -47,3 +47,4 @@ pub(crate) mod attend;
 pub(crate) mod constants;
 pub(crate) mod load;
 pub(crate) mod share;
+pub(crate) mod spread;

@@ -8,7 +8,7 @@ use super::{Io, Leaving, Outgoing, Payload, SendConn, State};
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::{LOOK_BYTES, SEND_SHARE};
+use crate::engine::schedule::constants::{SAMPLE_BYTES, SEND_SHARE};
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, Type};
@@ -25,9 +25,9 @@ use crate::tcp::stream::{READ, SEND, Step, WRITE};
 impl Io {
     /// A further stream has sent a chunk of this many bytes. Now and then: the queue on its path.
     #[inline]
-    pub(super) fn queue_when_due(&mut self, index: usize, bytes: u32) -> Option<Duration> {
+    pub(super) fn sample_queue(&mut self, index: usize, bytes: u32) -> Option<Duration> {
         self.unmeasured += u64::from(bytes);
-        if index == 0 || self.unmeasured < LOOK_BYTES {
+        if index == 0 || self.unmeasured < SAMPLE_BYTES {
             return None;
         }
         self.unmeasured = 0;
@@ -115,18 +115,21 @@ impl SendConn {
                     // locked.
                     let copy = self.copy_of(out);
                     let left = io.finished();
-                    let queue = left.as_ref().and_then(|left| io.queue_when_due(index, left.length));
+                    let sampled = self.own.spread.as_ref().zip(left.as_ref());
+                    let sampled =
+                        sampled.and_then(|(spread, left)| Some((spread, io.sample_queue(index, left.length)?)));
                     let to_book = left.filter(|left| left.ends);
                     if left.is_some() && to_book.is_none() {
                         io.written.count();
                     }
                     // A message whose request is done, and nothing behind it: the state need not be checked again.
-                    if to_book.is_none() && !io.more && queue.is_none() {
+                    if to_book.is_none() && !io.more && sampled.is_none() {
                         return Ok(moved);
                     }
                     let mut state = self.state();
-                    if let (Some(queue), Some(spread)) = (queue, &self.own.spread) {
-                        spread.look(queue, state.core.take_rate());
+                    if let Some((spread, queue)) = sampled {
+                        spread.sample(queue, state.core.take_rate());
+                        state.core.choose_carrier(spread.uses_one_stream());
                     }
                     if let Some(left) = to_book {
                         if let Some((ticket, chunk, began)) = io.leaving.take() {

@@ -7,55 +7,59 @@
 //! wire carried 8.4 Gb/s, and carries 9.5 with one stream. What that stream may not send yet waits in its socket, not in the
 //! network.
 //!
-//! A full network shows in the kernel's round trip: it is longer than the shortest one by the time in the queue. On the
-//! loopback and on a pair of virtual interfaces without a rate, both are below 0.1 ms, however busy the ends are.
+//! A full network shows in the kernel's round trip: it is longer than the shortest one by the time in the queue
+//! ([`FULL_NETWORK_DELAY`]).
 //!
-//! A path that limits each stream by itself, as clouds and bonded links do, has queues too. So one stream is a trial first, and
-//! all carry the messages again when one is far slower, or when it alone leaves no queue: then its processors are the limit.
-//! The connections of a rail decide together, since the one with fewer streams than the others would get less of a network
-//! that they share. All streams also come back now and then, for one decision, to see whether the queue is still there.
+//! A path that limits each stream by itself, as clouds and bonded links do, has queues too. So one stream is a trial first.
+//! All carry the messages again when the trial shows less than 7/10 of the rate before, or no queue: then the processors of
+//! the one stream are the limit. A smaller loss is not seen, since other operations than before may be under way. The
+//! connections of a rail decide together: a connection with one stream gets less of a shared network than one with four. All
+//! streams also come back now and then, for two decisions, to see whether the queue is still there.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::engine::schedule::constants::{LASTING, LOOKS, QUEUE};
+use super::constants::{FULL_NETWORK_DELAY, SAMPLES, TRIAL_PERIOD};
 
 /// The rails of the process, by address. There are few, and they stay.
-static RAILS: Mutex<Vec<(IpAddr, Arc<Spread>)>> = Mutex::new(Vec::new());
+#[derive(Default)]
+pub(crate) struct Spreads(Mutex<Vec<(IpAddr, Arc<Spread>)>>);
+
+impl Spreads {
+    /// That of the rail with this address.
+    pub(crate) fn of(&self, rail: IpAddr) -> Arc<Spread> {
+        let mut rails = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, spread)) = rails.iter().find(|(address, _)| *address == rail) {
+            return Arc::clone(spread);
+        }
+        let spread = Arc::<Spread>::default();
+        rails.push((rail, Arc::clone(&spread)));
+        spread
+    }
+}
 
 /// What the connections of a rail have decided.
 #[derive(Debug, Default)]
 pub(crate) struct Spread {
-    is_one: AtomicBool,
+    uses_one_stream: AtomicBool,
     /// Held for a few instructions, also with a connection's state locked.
     seen: Mutex<Seen>,
 }
 
 impl Spread {
-    /// That of the rail with this address.
-    pub(crate) fn of(rail: IpAddr) -> Arc<Self> {
-        let mut rails = RAILS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, spread)) = rails.iter().find(|(address, _)| *address == rail) {
-            return Arc::clone(spread);
-        }
-        let spread = Arc::<Self>::default();
-        rails.push((rail, Arc::clone(&spread)));
-        spread
-    }
-
     /// Whether one stream of each connection carries its long messages.
     #[inline]
-    pub(crate) fn is_one(&self) -> bool {
-        self.is_one.load(Ordering::Relaxed)
+    pub(crate) fn uses_one_stream(&self) -> bool {
+        self.uses_one_stream.load(Ordering::Relaxed)
     }
 
     /// A stream has measured the queue on its path.
-    pub(crate) fn look(&self, queue: Duration, rate: Rate) {
+    pub(crate) fn sample(&self, queue: Duration, rate: Rate) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.look(queue, rate);
-        self.is_one.store(!matches!(seen.phase, Phase::All { .. }), Ordering::Relaxed);
+        seen.sample(queue, rate);
+        self.uses_one_stream.store(!matches!(seen.phase, Phase::All { .. }), Ordering::Relaxed);
     }
 }
 
@@ -68,8 +72,8 @@ pub(crate) struct Rate {
 }
 
 impl Rate {
-    /// A chunk was under way for this long, and its connection has delivered `bytes` in this time.
-    pub(super) fn add(&mut self, elapsed: Duration, bytes: u64) {
+    /// A chunk was under way for this long, and its connection has delivered `bytes` in this time, the chunk included.
+    pub(crate) fn add(&mut self, elapsed: Duration, bytes: u64) {
         let ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
         (self.bytes, self.ns) = (self.bytes.saturating_add(bytes), self.ns.saturating_add(ns));
     }
@@ -83,7 +87,7 @@ impl Rate {
 /// What the streams of a rail have seen since the last decision, and what was decided.
 #[derive(Debug, Default)]
 struct Seen {
-    looks: u32,
+    samples: u32,
     /// The shortest queue, since a single stream with a long one is on a path of its own; and all of them together.
     least: Option<Duration>,
     queues: Duration,
@@ -95,13 +99,13 @@ struct Seen {
 
 #[derive(Debug, Clone, Copy)]
 enum Phase {
-    /// All streams, whatever the queue, for so many decisions.
+    /// All streams, whatever the queue, for this many decisions.
     All { stays: u32 },
     /// One stream; what the others had is still under way. The rate before.
-    Settles { before: u64 },
+    Settling { before: u64 },
     /// One stream, to be compared with the rate before.
     Trial { before: u64 },
-    /// One stream, for so many decisions.
+    /// One stream, for this many decisions.
     One { stays: u32 },
 }
 
@@ -112,35 +116,38 @@ impl Default for Phase {
 }
 
 impl Seen {
-    fn look(&mut self, queue: Duration, rate: Rate) {
-        self.looks += 1;
+    fn sample(&mut self, queue: Duration, rate: Rate) {
+        self.samples = self.samples.saturating_add(1);
         self.least = Some(self.least.map_or(queue, |least| least.min(queue)));
         self.queues += queue;
         self.rate.bytes = self.rate.bytes.saturating_add(rate.bytes);
         self.rate.ns = self.rate.ns.saturating_add(rate.ns);
-        if self.looks >= LOOKS
+        if self.samples >= SAMPLES
             && let Some(rate) = self.rate.value()
         {
             self.phase = self.next(rate);
-            (self.looks, self.least, self.queues, self.rate) = (0, None, Duration::ZERO, Rate::default());
+            (self.samples, self.least, self.queues, self.rate) = (0, None, Duration::ZERO, Rate::default());
         }
     }
 
     fn next(&mut self, rate: u64) -> Phase {
         match self.phase {
-            Phase::All { stays: 0 } if self.least >= Some(QUEUE) => Phase::Settles { before: rate },
+            Phase::All { stays: 0 } if self.least >= Some(FULL_NETWORK_DELAY) => Phase::Settling { before: rate },
             Phase::All { stays } => Phase::All { stays: stays.saturating_sub(1) },
-            Phase::Settles { before } => Phase::Trial { before },
+            Phase::Settling { before } => Phase::Trial { before },
             // Other operations than before may have been under way, so only much less is a failure.
-            Phase::Trial { before } if rate < before * 3 / 5 || self.queues / self.looks < QUEUE / 2 => {
-                self.after_failure = (2 * self.after_failure).clamp(LASTING / 8, 4 * LASTING);
+            Phase::Trial { before }
+                if rate < before * 7 / 10 || self.queues / self.samples < FULL_NETWORK_DELAY / 2 =>
+            {
+                self.after_failure = (2 * self.after_failure).clamp(TRIAL_PERIOD / 8, 4 * TRIAL_PERIOD);
                 Phase::All { stays: self.after_failure }
             }
             Phase::Trial { .. } => {
                 self.after_failure = 0;
-                Phase::One { stays: LASTING }
+                Phase::One { stays: TRIAL_PERIOD }
             }
-            Phase::One { stays: 0 } => Phase::All { stays: 0 },
+            // What the one stream has sent is still under way.
+            Phase::One { stays: 0 } => Phase::All { stays: 1 },
             Phase::One { stays } => Phase::One { stays: stays - 1 },
         }
     }
@@ -156,20 +163,21 @@ mod tests {
         Rate { bytes: mb << 20, ns: 1 << 20 }
     }
 
-    /// As many looks as a decision takes. Returns whether one stream is to carry the messages.
+    /// As many samples as a decision takes. Returns whether one stream is to carry the messages.
     fn decides(spread: &Spread, mb: u64, queue: Duration) -> bool {
-        (0..LOOKS).for_each(|_| spread.look(queue, rate(mb)));
-        spread.is_one()
+        (0..SAMPLES).for_each(|_| spread.sample(queue, rate(mb)));
+        spread.uses_one_stream()
     }
 
     #[test]
     fn a_full_network_gets_one_stream_and_one_that_is_not_full_all() {
         let spread = Spread::default();
-        assert!((0..100).all(|_| !decides(&spread, 4, QUEUE / 2)), "no queue");
-        let one = (0..1000).filter(|_| decides(&spread, 4, QUEUE)).count();
+        assert!((0..100).all(|_| !decides(&spread, 4, FULL_NETWORK_DELAY / 2)), "no queue");
+        let one = (0..1000).filter(|_| decides(&spread, 4, FULL_NETWORK_DELAY)).count();
         assert!((950..1000).contains(&one), "{one}: a queue, and as much on one stream");
         assert!(
-            (0..=LASTING).any(|_| !decides(&spread, 4, QUEUE / 2)) && !decides(&spread, 4, QUEUE / 2),
+            (0..=TRIAL_PERIOD).any(|_| !decides(&spread, 4, FULL_NETWORK_DELAY / 2))
+                && !decides(&spread, 4, FULL_NETWORK_DELAY / 2),
             "no queue again"
         );
     }
@@ -178,7 +186,7 @@ mod tests {
     fn trials(mb: u64, queue: Duration) -> usize {
         let spread = Spread::default();
         let begins = |_: &usize| {
-            let was_one = spread.is_one();
+            let was_one = spread.uses_one_stream();
             let (mb, queue) = if was_one { (mb, queue) } else { (4, LONG) };
             decides(&spread, mb, queue) && !was_one
         };
@@ -188,39 +196,54 @@ mod tests {
     #[test]
     fn one_stream_that_carries_less_or_leaves_no_queue_is_a_trial_and_trials_become_rare() {
         assert!((5..20).contains(&trials(1, LONG)), "a path that limits each stream: {}", trials(1, LONG));
-        assert!((5..20).contains(&trials(3, QUEUE / 3)), "its processors are the limit: {}", trials(3, QUEUE / 3));
-        assert!((25..35).contains(&trials(3, QUEUE / 2)), "a full network: {}", trials(3, QUEUE / 2));
+        assert!(
+            (5..20).contains(&trials(3, FULL_NETWORK_DELAY / 3)),
+            "its processors are the limit: {}",
+            trials(3, FULL_NETWORK_DELAY / 3)
+        );
+        assert!(
+            (25..35).contains(&trials(3, FULL_NETWORK_DELAY / 2)),
+            "a full network: {}",
+            trials(3, FULL_NETWORK_DELAY / 2)
+        );
     }
 
     #[test]
     fn after_a_trial_that_succeeds_the_next_failure_counts_as_the_first() {
         let trial = Phase::Trial { before: 100 };
-        let mut seen = Seen { after_failure: 4 * LASTING, looks: 1, queues: QUEUE, phase: trial, ..Seen::default() };
-        assert!(matches!(seen.next(1), Phase::All { stays } if stays == 4 * LASTING));
-        assert!(matches!(seen.next(100), Phase::One { stays: LASTING }));
-        assert!(matches!(seen.next(1), Phase::All { stays } if stays == LASTING / 8));
+        let mut seen = Seen {
+            after_failure: 4 * TRIAL_PERIOD,
+            samples: 1,
+            queues: FULL_NETWORK_DELAY,
+            phase: trial,
+            ..Seen::default()
+        };
+        assert!(matches!(seen.next(1), Phase::All { stays } if stays == 4 * TRIAL_PERIOD));
+        assert!(matches!(seen.next(100), Phase::One { stays: TRIAL_PERIOD }));
+        assert!(matches!(seen.next(1), Phase::All { stays } if stays == TRIAL_PERIOD / 8));
     }
 
     #[test]
     fn a_single_stream_with_a_queue_shows_no_full_network() {
         let spread = Spread::default();
-        (1..LOOKS).for_each(|_| spread.look(LONG, rate(1)));
-        spread.look(QUEUE / 2, rate(1));
-        assert!(!spread.is_one(), "a stream without a queue");
+        (1..SAMPLES).for_each(|_| spread.sample(LONG, rate(1)));
+        spread.sample(FULL_NETWORK_DELAY / 2, rate(1));
+        assert!(!spread.uses_one_stream(), "a stream without a queue");
         assert!(decides(&spread, 1, LONG), "all have one");
     }
 
     #[test]
     fn nothing_is_decided_without_a_measured_rate() {
         let spread = Spread::default();
-        (0..10 * LOOKS).for_each(|_| spread.look(LONG, Rate::default()));
-        assert!(!spread.is_one());
+        (0..10 * SAMPLES).for_each(|_| spread.sample(LONG, Rate::default()));
+        assert!(!spread.uses_one_stream());
     }
 
     #[test]
     fn the_connections_of_a_rail_decide_together() {
-        let of = |last| Spread::of(IpAddr::from([198, 51, 100, last]));
+        let spreads = Spreads::default();
+        let of = |last| spreads.of(IpAddr::from([198, 51, 100, last]));
         assert!(decides(&of(1), 1, LONG));
-        assert!(of(1).is_one() && !of(2).is_one());
+        assert!(of(1).uses_one_stream() && !of(2).uses_one_stream());
     }
 }
