@@ -24,7 +24,7 @@ SHOWN = [32 << 10]
 # Up to here a message travels over the first stream, in the caller's own thread (EAGER_MAX in src/tcp/limits.rs).
 SHORT = 64 << 10
 LEAST = 0.7
-ATTEMPTS = 3
+ATTEMPTS = 5
 
 
 def ratios(report):

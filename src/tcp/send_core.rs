@@ -1360,10 +1360,13 @@ mod tests {
 
         let mut core = with_slow(&[LENGTH]);
         assert_eq!(engaged_one(&mut core), [2]);
+        assert_eq!(core.take_roomy(), 1 << 2, "it is woken, whatever woke others");
         // It becomes slow, and leaves the work to the fastest.
         (0..10).for_each(|_| core.streams[2].pace.took(Duration::from_secs(1), LENGTH));
         assert!(core.next_chunk(2).is_none() && core.take_roomy() == 1 << 3 && core.next_chunk(3).is_some());
         assert_eq!(engaged_one(&mut core), [3]);
+        core.choose_carrier(false);
+        assert_eq!(core.take_roomy(), 0b11110, "amid a message all are woken");
     }
 
     #[test]
