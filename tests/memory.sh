@@ -45,15 +45,15 @@ run() {
     [ "$test" = "${test#*::}" ] || module=${test#*::}::
     [ "$test" = "${test%::long}" ] || long=--ignored
     case $test in
-    lib) cargo test --quiet --target "$triple" --lib "$@" -- --skip simulation "${skip[@]}" "${arguments[@]}" ;;
-    *) cargo test --quiet --target "$triple" --test "${test%%::*}" "$@" -- $module $long "${skip[@]}" "${arguments[@]}" ;;
+    lib) cargo test --quiet --profile emulated --target "$triple" --lib "$@" -- --skip simulation "${skip[@]}" "${arguments[@]}" ;;
+    *) cargo test --quiet --profile emulated --target "$triple" --test "${test%%::*}" "$@" -- $module $long "${skip[@]}" "${arguments[@]}" ;;
     esac
 }
 
 case $how in
 address)
     [ ${#tests[@]} -gt 0 ] || tests=(lib abi::host cli::commands net::devices net::ordering net::lifecycle
-        net::hostile net::versions net::placement net::events net::seal net::protocol net::slow net::descriptors net::routes
+        net::hostile net::versions net::versions::long net::placement net::events net::seal net::protocol net::slow net::descriptors net::routes
         net::scale net::traffic_class net::faults net::faults::long net::vanish net::verdict profiler)
     # The library is opened by a program that holds the sanitizer's runtime, and must find it there.
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Clink-arg=-Wl,--export-dynamic-symbol=__asan_*"
@@ -89,7 +89,7 @@ valgrind)
             printf '== %s of %s, valgrind\n' "$scenario" "$test"
             traces=$(mktemp -d)
             CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$memcheck PROFILER_TEST_SCENARIO=$scenario TOWLINE_PROFILE=all \
-                TOWLINE_PROFILE_DIR=$traces cargo test --quiet --test "$test" -- --exact scenario --ignored
+                TOWLINE_PROFILE_DIR=$traces cargo test --quiet --profile emulated --test "$test" -- --exact scenario --ignored
             rm -r "$traces"
         done
     done
