@@ -604,12 +604,11 @@ impl SendCore {
             return;
         }
         let (_, best) = self.fastest();
-        let mut live = self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live);
-        self.carrier = if one { live.find(|(_, it)| !it.pace.is_slow(best)).map(|(index, _)| index) } else { None };
+        let fit = |index: &usize| self.is_live(*index) && !self.streams[*index].pace.is_slow(best);
+        self.carrier = if one { (1..self.streams.len()).find(fit) } else { None };
         // Whatever is ready has woken others, or not all.
-        for (index, _) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
-            self.roomy |= u32::from(self.carrier.is_none_or(|carrier| carrier == index)) << index;
-        }
+        let carrying = (1..self.streams.len()).filter(|index| self.is_live(*index) && self.carries_long(*index));
+        self.roomy |= carrying.fold(0, |bits, index| bits | 1 << index);
     }
 
     /// How many streams share the long messages.
@@ -717,7 +716,9 @@ impl SendCore {
         } else {
             // Its first start times are not valid for this attempt.
             flight.left = None;
-            flight.began = flight.began.filter(|_| !self.joins);
+            if self.joins {
+                flight.began = None;
+            }
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };

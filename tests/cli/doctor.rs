@@ -122,8 +122,8 @@ impl Host {
         if self.is_nobody {
             // Its directory may be closed to others, as root's home is.
             program = self.path("towline-for-others");
-            // Not by this process: a test beside this one that begins a process would hand it the file while it is written,
-            // and a file that somebody may write does not run.
+            // Not by this process: a process that another test starts meanwhile would inherit the open file, and the kernel
+            // does not run a file that any process has open for writing.
             let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_towline")).arg(&program).status();
             assert!(copied.expect("cp runs").success(), "a copy");
         }

@@ -74,8 +74,11 @@ pub(crate) struct Rate {
 impl Rate {
     /// A chunk was under way for this long, and its connection has delivered `bytes` in this time, the chunk included.
     pub(crate) fn add(&mut self, elapsed: Duration, bytes: u64) {
-        let ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-        (self.bytes, self.ns) = (self.bytes.saturating_add(bytes), self.ns.saturating_add(ns));
+        self.merge(Self { bytes, ns: u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX) });
+    }
+
+    fn merge(&mut self, other: Self) {
+        (self.bytes, self.ns) = (self.bytes.saturating_add(other.bytes), self.ns.saturating_add(other.ns));
     }
 
     /// Bytes in 1024 ns. None without a chunk.
@@ -120,8 +123,7 @@ impl Seen {
         self.samples = self.samples.saturating_add(1);
         self.least = Some(self.least.map_or(queue, |least| least.min(queue)));
         self.queues += queue;
-        self.rate.bytes = self.rate.bytes.saturating_add(rate.bytes);
-        self.rate.ns = self.rate.ns.saturating_add(rate.ns);
+        self.rate.merge(rate);
         if self.samples >= SAMPLES
             && let Some(rate) = self.rate.value()
         {
