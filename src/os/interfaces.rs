@@ -188,7 +188,7 @@ impl Filter {
 
 /// The user's settings.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Wish<'a> {
+pub(crate) struct Selection<'a> {
     /// `NCCL_SOCKET_IFNAME`.
     pub names: Option<&'a str>,
     /// `NCCL_SOCKET_FAMILY`.
@@ -231,19 +231,19 @@ impl std::fmt::Display for Why {
 }
 
 /// The interfaces to use, one entry each, in NCCL's order, and the rule that chose them.
-pub(crate) fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
+pub(crate) fn choose(all: &[Interface], selection: &Selection<'_>) -> (Vec<Interface>, Why) {
     let pass = |list: &str| {
         let filter = Filter::new(list);
-        select(all, wish.family, |name| filter.passes(name))
+        select(all, selection.family, |name| filter.passes(name))
     };
-    if let Some(names) = wish.names.filter(|names| names.len() > 1) {
+    if let Some(names) = selection.names.filter(|names| names.len() > 1) {
         return (pass(names), Why::Asked(names.to_owned()));
     }
     let infiniband = pass("ib");
     if !infiniband.is_empty() {
         return (infiniband, Why::InfiniBand);
     }
-    if let Some(there) = wish.rendezvous {
+    if let Some(there) = selection.rendezvous {
         let near = in_subnet(all, there);
         if !near.is_empty() {
             return (near, Why::Rendezvous(there));
@@ -263,10 +263,10 @@ pub(crate) fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why
 /// bridges, which are down while they have no containers, and lead to no other host.
 pub(crate) fn choose_also_down(
     all: &[Interface],
-    wish: &Wish<'_>,
+    selection: &Selection<'_>,
     is_bridge: impl Fn(&Interface) -> bool,
 ) -> (Vec<Interface>, Why) {
-    let (running, why) = choose(all, wish);
+    let (running, why) = choose(all, selection);
     let (list, is_asked) = match &why {
         Why::Asked(names) => (names.as_str(), true),
         Why::InfiniBand => ("ib", false),
@@ -280,7 +280,7 @@ pub(crate) fn choose_also_down(
     }
     let filter = Filter::new(list);
     let down = all.iter().filter(|one| !one.running && filter.passes(&one.name) && (is_asked || !is_bridge(one)));
-    let down = first_addresses(down, wish.family).into_iter().take(MAX_INTERFACES - running.len());
+    let down = first_addresses(down, selection.family).into_iter().take(MAX_INTERFACES - running.len());
     let mut both: Vec<Interface> = running.into_iter().chain(down).collect();
     both.sort_by_key(|one| all.iter().position(|other| other == one));
     (both, why)

@@ -39,20 +39,20 @@ type Callback = unsafe extern "C" fn(*mut *mut c_void, c_int, *mut c_void, i64, 
 #[derive(Debug)]
 pub(crate) struct NcclProfiler {
     callback: Callback,
-    wishes: NetEvents,
+    setting: NetEvents,
     updates: bool,
 }
 
 /// NCCL's profiler behind `callback`, or None when transfers must not be reported to it. `api` is the version of the
 /// network interface.
-pub fn new(callback: ffi::ncclProfilerCallback_t, api: u8, wishes: NetEvents) -> Option<Arc<dyn Listener>> {
+pub fn new(callback: ffi::ncclProfilerCallback_t, api: u8, setting: NetEvents) -> Option<Arc<dyn Listener>> {
     let callback = callback?;
     // If the library has no version function, the interface decides: only 2.26 and 2.27 use v10.
     let release = release_of(callback).unwrap_or(if api > 10 { ALWAYS_SINCE } else { UPDATES_SINCE - 1 });
-    if wishes == NetEvents::Off || wishes == NetEvents::Auto && release < ALWAYS_SINCE {
+    if setting == NetEvents::Off || setting == NetEvents::Auto && release < ALWAYS_SINCE {
         return None;
     }
-    Some(Arc::new(NcclProfiler { callback, wishes, updates: release >= UPDATES_SINCE }))
+    Some(Arc::new(NcclProfiler { callback, setting, updates: release >= UPDATES_SINCE }))
 }
 
 /// The release of the library that contains a function, by its `ncclGetVersion`.
@@ -127,7 +127,7 @@ impl NcclProfiler {
 
 impl Listener for NcclProfiler {
     fn reader(&self) -> Reader {
-        let reader = match self.wishes {
+        let reader = match self.setting {
             NetEvents::Nccl | NetEvents::Off => Reader::None,
             NetEvents::Auto => net_event::reader(),
             NetEvents::Towline => net_event::reader().max(Reader::Hasty),
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn a_sum_is_one_call_and_whoever_takes_it_for_an_event_is_told_its_stop() {
         let told = |callback| {
-            let profiler = NcclProfiler { callback, wishes: NetEvents::Auto, updates: true };
+            let profiler = NcclProfiler { callback, setting: NetEvents::Auto, updates: true };
             let taken = profiler.sum(null_mut(), NetSum::default(), Ticks::now());
             (taken, CALLS.take())
         };

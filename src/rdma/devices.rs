@@ -15,7 +15,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
 use super::dl::{RawGidEntry, Verbs};
-use super::gid::{self, GidEntry, GidWish, RoceVersion};
+use super::gid::{self, GidEntry, GidSelection, RoceVersion};
 use super::hca::{Choice, HcaFilter};
 use super::sysfs::RdmaSysfs;
 use super::trial;
@@ -29,7 +29,7 @@ const MAX_PORTS: usize = 64;
 
 /// The user's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Wish {
+pub(crate) struct Selection {
     /// `NCCL_IB_HCA`.
     pub filter: HcaFilter,
     /// `NCCL_IB_MERGE_VFS`: whether virtual functions of a card count as ports of it.
@@ -37,12 +37,12 @@ pub(crate) struct Wish {
     /// `NCCL_IB_DEVICE_PCI_ORDER`: whether ports are sorted by PCI address, and not in libibverbs's order.
     pub pci_order: bool,
     /// How a RoCE port's GID is chosen.
-    pub gid: GidWish,
+    pub gid: GidSelection,
     /// `NCCL_IB_ROUTABLE_FLID_GID_INDEX`.
     pub routable_index: u32,
 }
 
-impl Wish {
+impl Selection {
     /// The settings from the configuration, and messages about errors in them.
     fn from_config(config: &Config) -> (Self, Vec<String>) {
         let family = config.ib_addr_family.unwrap_or(Family::V4);
@@ -51,20 +51,20 @@ impl Wish {
             Ok(range) => (range, Vec::new()),
             Err(why) => (None, vec![format!("NCCL_IB_ADDR_RANGE is ignored: {why}")]),
         };
-        let gid = GidWish {
+        let gid = GidSelection {
             index: u32::try_from(config.ib_gid_index.0).ok(),
             family,
             range,
             version: u8::try_from(config.ib_roce_version.0).unwrap_or(2),
         };
-        let wish = Self {
+        let selection = Self {
             filter: HcaFilter::parse(config.ib_hca.as_deref().unwrap_or("")),
             merge_vfs: config.ib_merge_vfs,
             pci_order: config.ib_device_pci_order,
             gid,
             routable_index: u32::try_from(config.ib_routable_index.0).unwrap_or(0),
         };
-        (wish, complaints)
+        (selection, complaints)
     }
 
     /// Whether this port is selected, if it can be used.
@@ -212,7 +212,7 @@ impl fmt::Display for Discovery {
 /// # Errors
 /// When libibverbs does not load or cannot list devices. No device at all is no error.
 pub(crate) fn discover(config: &Config) -> Result<Discovery> {
-    let (wish, mut warnings) = Wish::from_config(config);
+    let (selection, mut warnings) = Selection::from_config(config);
     let sysfs = RdmaSysfs::default();
     let contexts = open_devices(Verbs::load()?)?;
     let mut found = Vec::new();
@@ -222,14 +222,14 @@ pub(crate) fn discover(config: &Config) -> Result<Discovery> {
             Err(error) => warnings.push(error.to_string()),
         }
     }
-    let missing = wish.filter.unmatched(found.iter().map(|found| (found.device.as_str(), found.number)));
+    let missing = selection.filter.unmatched(found.iter().map(|found| (found.device.as_str(), found.number)));
     warnings
         .extend(missing.iter().map(|entry| format!("NCCL_IB_HCA names {entry}, but there is no such device or port")));
-    let foreign = found.iter().filter(|found| wish.wants(found)).filter_map(Found::obstacle).collect();
+    let foreign = found.iter().filter(|found| selection.wants(found)).filter_map(Found::obstacle).collect();
     let mut ports = Vec::new();
-    for (port, facts) in arrange(found, &wish) {
+    for (port, facts) in arrange(found, &selection) {
         let Some(context) = contexts.iter().find(|context| context.name() == port.device) else { continue };
-        match open_port(port, facts, context, &wish, &sysfs) {
+        match open_port(port, facts, context, &selection, &sysfs) {
             Ok(port) => ports.push(port),
             Err(error) => warnings.push(error.to_string()),
         }
@@ -259,11 +259,17 @@ fn ports_of(context: &Context, sysfs: &RdmaSysfs, asks_speed: bool) -> Result<Ve
     (1..=card.ports).map(port).collect()
 }
 
-fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs: &RdmaSysfs) -> Result<OpenPort> {
+fn open_port(
+    port: Port,
+    facts: PortFacts,
+    context: &Context,
+    selection: &Selection,
+    sysfs: &RdmaSysfs,
+) -> Result<OpenPort> {
     let table = gid_table(context, port.number, facts.gid_count, sysfs);
     let (gid_index, gid_why) = match port.link_layer {
-        LinkLayer::Ethernet => gid::choose(&table, &wish.gid),
-        LinkLayer::InfiniBand => gid::choose_infiniband(&table, wish.routable_index),
+        LinkLayer::Ethernet => gid::choose(&table, &selection.gid),
+        LinkLayer::InfiniBand => gid::choose_infiniband(&table, selection.routable_index),
     };
     trial::connectable(context, port.number)?;
     let gid = context.gid(port.number, gid_index)?;
@@ -318,20 +324,20 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
 }
 
 /// The rules: which of these ports may be used, in which order, and the properties that NCCL gets.
-fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
+fn arrange(found: Vec<Found>, selection: &Selection) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
-        let choice = wish.filter.choose(&found.device, found.number)?;
+        let choice = selection.filter.choose(&found.device, found.number)?;
         let link_layer = found.port.link_layer.filter(|_| found.port.is_active && found.obstacle().is_none())?;
         Some((found, link_layer, choice))
     });
     let mut usable: Vec<(Found, LinkLayer, Choice)> = usable.take(MAX_PORTS).collect();
-    if wish.pci_order {
+    if selection.pci_order {
         // Stable: ports with the same address stay in libibverbs's order. Those without an address come last.
         usable.sort_by_key(|(found, ..)| found.pci_path.as_deref().map_or(u64::MAX, pci_number));
     }
     let mut ports: Vec<(Port, PortFacts)> = Vec::new();
     for (found, link_layer, choice) in usable {
-        let card = found.pci_path.as_deref().map(|path| card_path(path, wish.merge_vfs));
+        let card = found.pci_path.as_deref().map(|path| card_path(path, selection.merge_vfs));
         let before = ports.iter().filter(|(port, _)| card.is_some() && port.pci_path == card).count();
         let port = Port {
             speed_mbps: speed(&found),

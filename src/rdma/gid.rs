@@ -52,7 +52,7 @@ pub(crate) struct GidEntry {
 
 /// The user's settings for a RoCE port's GID.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct GidWish {
+pub(crate) struct GidSelection {
     /// `NCCL_IB_GID_INDEX`.
     pub index: Option<u32>,
     /// `NCCL_IB_ADDR_FAMILY`.
@@ -63,7 +63,7 @@ pub(crate) struct GidWish {
     pub version: u8,
 }
 
-impl Default for GidWish {
+impl Default for GidSelection {
     fn default() -> Self {
         Self { index: None, family: Family::V4, range: None, version: 2 }
     }
@@ -159,20 +159,20 @@ impl fmt::Display for Why {
 }
 
 /// The entry of a RoCE port's table that is used for the port.
-pub(crate) fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
-    if let Some(index) = wish.index {
+pub(crate) fn choose(table: &[GidEntry], selection: &GidSelection) -> (u32, Why) {
+    if let Some(index) = selection.index {
         return (index, Why::Named);
     }
     let judge = |entry: &GidEntry| {
         let fits = !is_free(&entry.gid)
-            && family(&entry.gid) == wish.family
-            && wish.range.is_none_or(|range| range.contains(&entry.gid));
+            && family(&entry.gid) == selection.family
+            && selection.range.is_none_or(|range| range.contains(&entry.gid));
         if !fits {
             return Why::Nothing;
         }
         let has_version = match entry.version {
-            Some(RoceVersion::V1) => wish.version == 1,
-            Some(RoceVersion::V2) => wish.version == 2,
+            Some(RoceVersion::V1) => selection.version == 1,
+            Some(RoceVersion::V2) => selection.version == 2,
             None => false,
         };
         match (is_link_local(&entry.gid), has_version) {
@@ -298,38 +298,38 @@ mod tests {
         ])
     }
 
-    fn wish(family: Family, range: &str, version: u8) -> GidWish {
+    fn selection(family: Family, range: &str, version: u8) -> GidSelection {
         let range = (!range.is_empty()).then(|| Range::parse(range, family).expect("a range"));
-        GidWish { index: None, family, range, version }
+        GidSelection { index: None, family, range, version }
     }
 
     #[test]
     fn family_range_and_version_choose_the_entry() {
         let cases = [
-            (wish(Family::V4, "", 2), 3, Why::Version),
-            (wish(Family::V4, "", 1), 2, Why::Version),
-            (wish(Family::V6, "", 2), 7, Why::Version),
-            (wish(Family::V6, "", 1), 6, Why::Version),
-            (wish(Family::V4, "192.168.0.0/16", 2), 5, Why::Version),
-            (wish(Family::V4, "10.7.0.0/31", 2), 3, Why::Version),
-            (wish(Family::V4, "10.7.0.0/32", 2), 0, Why::Nothing),
-            (wish(Family::V4, "172.16.0.0/12", 2), 0, Why::Nothing),
-            (wish(Family::V4, "0.0.0.0/0", 2), 3, Why::Version),
-            (wish(Family::V6, "fd07::/64", 2), 7, Why::Version),
-            (wish(Family::V6, "fe80::/10", 2), 1, Why::LinkLocalVersion),
-            (wish(Family::V4, "", 3), 2, Why::Family),
+            (selection(Family::V4, "", 2), 3, Why::Version),
+            (selection(Family::V4, "", 1), 2, Why::Version),
+            (selection(Family::V6, "", 2), 7, Why::Version),
+            (selection(Family::V6, "", 1), 6, Why::Version),
+            (selection(Family::V4, "192.168.0.0/16", 2), 5, Why::Version),
+            (selection(Family::V4, "10.7.0.0/31", 2), 3, Why::Version),
+            (selection(Family::V4, "10.7.0.0/32", 2), 0, Why::Nothing),
+            (selection(Family::V4, "172.16.0.0/12", 2), 0, Why::Nothing),
+            (selection(Family::V4, "0.0.0.0/0", 2), 3, Why::Version),
+            (selection(Family::V6, "fd07::/64", 2), 7, Why::Version),
+            (selection(Family::V6, "fe80::/10", 2), 1, Why::LinkLocalVersion),
+            (selection(Family::V4, "", 3), 2, Why::Family),
         ];
-        for (wish, index, why) in cases {
-            assert_eq!(choose(&usual(), &wish), (index, why), "{wish:?}");
+        for (selection, index, why) in cases {
+            assert_eq!(choose(&usual(), &selection), (index, why), "{selection:?}");
         }
     }
 
     #[test]
     fn the_default_is_the_first_ipv4_entry_of_roce_v2() {
-        assert_eq!(choose(&usual(), &GidWish::default()), (3, Why::Version));
-        assert_eq!(choose(&table(&[("10.7.0.1", 2)]), &GidWish::default()), (0, Why::Version));
-        assert_eq!(choose(&table(&[("fe80::1", 2)]), &GidWish::default()), (0, Why::Nothing));
-        assert_eq!(choose(&[], &GidWish::default()), (0, Why::Nothing));
+        assert_eq!(choose(&usual(), &GidSelection::default()), (3, Why::Version));
+        assert_eq!(choose(&table(&[("10.7.0.1", 2)]), &GidSelection::default()), (0, Why::Version));
+        assert_eq!(choose(&table(&[("fe80::1", 2)]), &GidSelection::default()), (0, Why::Nothing));
+        assert_eq!(choose(&[], &GidSelection::default()), (0, Why::Nothing));
     }
 
     /// A pod with a macvlan interface sees the GIDs of the host, too, before its own.
@@ -339,14 +339,22 @@ mod tests {
         for entry in &mut of_pod {
             entry.is_own = matches!(entry.index, 4 | 5);
         }
-        assert_eq!(choose(&of_pod, &GidWish::default()), (5, Why::Version));
+        assert_eq!(choose(&of_pod, &GidSelection::default()), (5, Why::Version));
         of_pod[5].version = None;
-        assert_eq!(choose(&of_pod, &GidWish::default()), (4, Why::Family), "another's is of no use");
-        assert_eq!(choose(&of_pod, &wish(Family::V4, "10.7.0.0/16", 2)), (3, Why::Version), "the user's range counts");
+        assert_eq!(choose(&of_pod, &GidSelection::default()), (4, Why::Family), "another's is of no use");
+        assert_eq!(
+            choose(&of_pod, &selection(Family::V4, "10.7.0.0/16", 2)),
+            (3, Why::Version),
+            "the user's range counts"
+        );
         for entry in &mut of_pod {
             entry.is_own = false;
         }
-        assert_eq!(choose(&of_pod, &GidWish::default()), (3, Why::Version), "the host's, where there are no others");
+        assert_eq!(
+            choose(&of_pod, &GidSelection::default()),
+            (3, Why::Version),
+            "the host's, where there are no others"
+        );
     }
 
     #[test]
@@ -372,8 +380,8 @@ mod tests {
 
     #[test]
     fn a_named_index_beats_everything() {
-        let wish = GidWish { index: Some(6), ..GidWish::default() };
-        assert_eq!(choose(&usual(), &wish), (6, Why::Named));
+        let selection = GidSelection { index: Some(6), ..GidSelection::default() };
+        assert_eq!(choose(&usual(), &selection), (6, Why::Named));
     }
 
     #[test]

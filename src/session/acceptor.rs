@@ -19,8 +19,8 @@ use std::time::Instant;
 
 use super::half_open::HalfOpen;
 use super::handshake::{
-    CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
-    Transcript, Welcome, Wish, nonce,
+    CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, Intent, PREAMBLE, Preamble, READY, Refusal, Secret,
+    Transcript, Welcome, nonce,
 };
 use super::link::{Link, Sock, tune};
 use super::liveness;
@@ -56,14 +56,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The secret that authorises this request. None if the request names nothing known here.
-fn find_secret(net: &Net, wish: Wish) -> Option<Secret> {
-    match wish {
-        Wish::Connect { listener } => net.listener(listener).map(|found| found.secret.clone()),
-        Wish::Join { connection, .. } => {
+fn find_secret(net: &Net, intent: Intent) -> Option<Secret> {
+    match intent {
+        Intent::Connect { listener } => net.listener(listener).map(|found| found.secret.clone()),
+        Intent::Join { connection, .. } => {
             let live = net.listening(connection).map(|conn| conn.link().key.clone());
             live.or_else(|| net.closed(connection).map(|tombstone| tombstone.key))
         }
-        Wish::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
+        Intent::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
     }
 }
 
@@ -265,8 +265,8 @@ impl Inbound {
                     let (bytes, offer) = input.split_at(HELLO);
                     let bytes: &[u8; HELLO] = bytes.try_into().expect("a hello was read");
                     let hello = Hello::decode(bytes)?;
-                    let Some(secret) = find_secret(net, hello.wish) else {
-                        if !matches!(hello.wish, Wish::Connect { .. }) {
+                    let Some(secret) = find_secret(net, hello.intent) else {
+                        if !matches!(hello.intent, Intent::Connect { .. }) {
                             // Usual where one side closed while the other's stream was disconnected.
                             tracing::debug!(target: NET, "a stream from {} belongs to no connection any more", self.from);
                             state.registration = None;
@@ -290,7 +290,7 @@ impl Inbound {
                                 write(&state, &Refusal::seal(&secret, &transcript))?;
                             }
                             let error = error.with_peer(Peer { label: hello.label, address: self.from });
-                            if let Wish::Connect { listener } = hello.wish
+                            if let Intent::Connect { listener } = hello.intent
                                 && let Some(listener) = net.listener(listener)
                             {
                                 listener.door.turn_away(error.clone());
@@ -302,7 +302,7 @@ impl Inbound {
                     let sock = state.sock.take().expect("the handshake has its socket");
                     drop(state);
                     let settled = Settled { secret, features, transcript, accepted };
-                    if !matches!(hello.wish, Wish::Connect { .. }) {
+                    if !matches!(hello.intent, Intent::Connect { .. }) {
                         drop(registration);
                         self.admit(net, sock, &hello, settled)?;
                         return Ok(true);
@@ -363,9 +363,9 @@ impl Inbound {
     fn admit(&self, net: &Arc<Net>, sock: Sock, hello: &Hello, mut settled: Settled) -> Result<()> {
         let welcome =
             |connection, received| Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
-        match hello.wish {
-            Wish::Connect { .. } => unreachable!("this makes a new connection"),
-            Wish::Join { connection, stream, epoch } => {
+        match hello.intent {
+            Intent::Connect { .. } => unreachable!("this makes a new connection"),
+            Intent::Join { connection, stream, epoch } => {
                 if let Some(tombstone) = net.closed(connection) {
                     settled.welcome(&sock, &welcome(connection, tombstone.received | CLOSED))?;
                     net.linger(sock);
@@ -379,7 +379,7 @@ impl Inbound {
                 };
                 conn.join(Joining { stream: usize::from(stream), epoch, sock, welcome: &mut admit })
             }
-            Wish::Call { connection, stream, epoch } => {
+            Intent::Call { connection, stream, epoch } => {
                 // A failed connection does not reconnect, even if NCCL has not closed it yet, so the caller must not
                 // wait.
                 let conn = net.connecting(connection).filter(|conn| conn.goes_on());
@@ -411,8 +411,8 @@ impl Inbound {
         hello: &Hello,
         settled: &Settled,
     ) -> Result<(Arc<Listener>, Link, Welcome)> {
-        let Wish::Connect { listener } = hello.wish else {
-            unreachable!("only a wish for a new connection comes here")
+        let Intent::Connect { listener } = hello.intent else {
+            unreachable!("only a handshake for a new connection comes here")
         };
         let listener =
             net.listener(listener).ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;

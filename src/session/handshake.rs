@@ -197,7 +197,7 @@ impl Preamble {
 
 /// The request of the connecting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
+pub enum Intent {
     /// A new connection from the listener with this id.
     Connect {
         /// [`Secret::listener_id`].
@@ -228,12 +228,12 @@ pub enum Wish {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// The request.
-    pub wish: Wish,
+    pub intent: Intent,
     /// Its nonce.
     pub nonce: [u8; 16],
     /// A name for messages: host name and process.
     pub label: String,
-    /// For a new connection: where this side's process listens, so that it can be [called](Wish::Call).
+    /// For a new connection: where this side's process listens, so that it can be [called](Intent::Call).
     pub rails: Vec<SocketAddr>,
 }
 
@@ -291,13 +291,13 @@ impl Hello {
     /// The bytes for the wire, proof included, and adds them to the transcript.
     pub fn seal(&self, secret: &Secret, transcript: &mut Transcript) -> [u8; HELLO] {
         let mut out = [0; HELLO];
-        match self.wish {
-            Wish::Connect { listener } => {
+        match self.intent {
+            Intent::Connect { listener } => {
                 out[0] = 1;
                 out[8..16].copy_from_slice(&listener.to_le_bytes());
             }
-            Wish::Join { connection, stream, epoch } | Wish::Call { connection, stream, epoch } => {
-                out[0] = if matches!(self.wish, Wish::Join { .. }) { 2 } else { 3 };
+            Intent::Join { connection, stream, epoch } | Intent::Call { connection, stream, epoch } => {
+                out[0] = if matches!(self.intent, Intent::Join { .. }) { 2 } else { 3 };
                 out[2..4].copy_from_slice(&stream.to_le_bytes());
                 out[4..6].copy_from_slice(&epoch.to_le_bytes());
                 out[8..16].copy_from_slice(&connection.to_le_bytes());
@@ -319,14 +319,14 @@ impl Hello {
     pub fn decode(bytes: &[u8; HELLO]) -> Result<Self> {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let id = u64::from_le_bytes(bytes[8..16].try_into().expect("eight bytes"));
-        let wish = match bytes[0] {
-            1 => Wish::Connect { listener: id },
-            2 => Wish::Join { connection: id, stream: u16_at(2), epoch: u16_at(4) },
-            3 => Wish::Call { connection: id, stream: u16_at(2), epoch: u16_at(4) },
+        let intent = match bytes[0] {
+            1 => Intent::Connect { listener: id },
+            2 => Intent::Join { connection: id, stream: u16_at(2), epoch: u16_at(4) },
+            3 => Intent::Call { connection: id, stream: u16_at(2), epoch: u16_at(4) },
             other => return Err(Error::remote(format!("a handshake asks for an unknown thing ({other})"))),
         };
         Ok(Self {
-            wish,
+            intent,
             nonce: bytes[16..32].try_into().expect("sixteen bytes"),
             label: read_label(&bytes[32..32 + LABEL]),
             rails: read_rails(&bytes[32 + LABEL..HELLO - PROOF]),
@@ -458,8 +458,8 @@ mod tests {
 
     fn hello() -> Hello {
         let rails = vec!["10.0.0.1:5".parse().unwrap(), "[fe80::1%3]:6".parse().unwrap()];
-        let wish = Wish::Join { connection: 77, stream: 3, epoch: 2 };
-        Hello { wish, nonce: [9; 16], label: "host:1".into(), rails }
+        let intent = Intent::Join { connection: 77, stream: 3, epoch: 2 };
+        Hello { intent, nonce: [9; 16], label: "host:1".into(), rails }
     }
 
     #[test]
@@ -468,7 +468,7 @@ mod tests {
         let bytes = hello().seal(&secret, &mut said());
         assert!(Hello::verify(&bytes, &secret, &mut said()));
         assert_eq!(Hello::decode(&bytes).unwrap(), hello());
-        let call = Hello { wish: Wish::Call { connection: 77, stream: 3, epoch: 2 }, ..hello() };
+        let call = Hello { intent: Intent::Call { connection: 77, stream: 3, epoch: 2 }, ..hello() };
         assert_eq!(Hello::decode(&call.seal(&secret, &mut said())).unwrap(), call);
         assert!(!Hello::verify(&bytes, &Secret::random().unwrap(), &mut said()));
         for at in 0..HELLO {

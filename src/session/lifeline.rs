@@ -8,7 +8,7 @@
 //! side from the hello.
 //!
 //! The sender connects to them anyway when it reconnects its streams. The receiver cannot connect streams, so it
-//! **calls**: it connects to every lifeline and reports in a handshake (wish *call*) which stream has ended here. This
+//! **calls**: it connects to every lifeline and reports in a handshake (intent *call*) which stream has ended here. This
 //! shows whether the peer is alive, and also notifies it: a reset may reach one side only.
 //!
 //! What the answers mean, and why:

@@ -75,7 +75,7 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     const SENDS: bool;
 
     /// Moves what can be moved on a stream. Adds to `ready` the bytes of messages that other streams may now send.
-    fn step(conn: &Connection<Self>, index: usize, io: &mut Self::Io, wishes: u8, ready: &mut u64) -> Step<Broken>;
+    fn step(conn: &Connection<Self>, index: usize, io: &mut Self::Io, work: u8, ready: &mut u64) -> Step<Broken>;
 
     /// NCCL has tested a request that is not done.
     #[inline]
@@ -454,15 +454,15 @@ impl<D: Direction> Connection<D> {
     }
 
     /// Runs a stream in the calling thread, or makes the thread that holds it do so. Returns whether anything moved.
-    pub(super) fn run(&self, index: usize, wish: u8) -> bool {
-        self.run_held(self.streams[index].hold(), index, wish)
+    pub(super) fn run(&self, index: usize, work: u8) -> bool {
+        self.run_held(self.streams[index].hold(), index, work)
     }
 
     /// As [`Connection::run`], with the result of the stream's `hold`.
-    pub(super) fn run_held(&self, held: Option<Held<'_, D::Io>>, index: usize, wish: u8) -> bool {
+    pub(super) fn run_held(&self, held: Option<Held<'_, D::Io>>, index: usize, work: u8) -> bool {
         let mut ready = 0;
-        let step = |io: &mut D::Io, wishes| D::step(self, index, io, wishes, &mut ready);
-        let ran = self.streams[index].run_held(held, wish, step, |io, why| self.broken(index, io, why));
+        let step = |io: &mut D::Io, work| D::step(self, index, io, work, &mut ready);
+        let ran = self.streams[index].run_held(held, work, step, |io, why| self.broken(index, io, why));
         self.ran(index, ran, ready)
     }
 
@@ -471,9 +471,9 @@ impl<D: Direction> Connection<D> {
     pub(super) fn poll_once(&self) {
         self.attention.called();
         let mut ready = 0;
-        let step = |io: &mut D::Io, wishes| D::step(self, 0, io, wishes, &mut ready);
-        let wishes = if D::SENDS { READ | WRITE } else { READ };
-        let ran = self.streams[0].poll_once(wishes, step, |io, why| self.broken(0, io, why));
+        let step = |io: &mut D::Io, work| D::step(self, 0, io, work, &mut ready);
+        let work = if D::SENDS { READ | WRITE } else { READ };
+        let ran = self.streams[0].poll_once(work, step, |io, why| self.broken(0, io, why));
         self.ran(0, ran, ready);
     }
 

@@ -231,8 +231,8 @@ impl Direction for Receiving {
     const SENDS: bool = false;
 
     #[inline(always)]
-    fn step(conn: &RecvConn, index: usize, io: &mut Io, wishes: u8, _ready: &mut u64) -> Step<Broken> {
-        conn.step(index, io, wishes)
+    fn step(conn: &RecvConn, index: usize, io: &mut Io, work: u8, _ready: &mut u64) -> Step<Broken> {
+        conn.step(index, io, work)
     }
 
     fn unattended(conn: &RecvConn, begins: bool) {

@@ -231,8 +231,8 @@ impl Direction for Sending {
     const SENDS: bool = true;
 
     #[inline(always)]
-    fn step(conn: &SendConn, index: usize, io: &mut Io, wishes: u8, ready: &mut u64) -> Step<Broken> {
-        conn.step(index, io, wishes, ready)
+    fn step(conn: &SendConn, index: usize, io: &mut Io, work: u8, ready: &mut u64) -> Step<Broken> {
+        conn.step(index, io, work, ready)
     }
 
     #[inline]
@@ -456,7 +456,7 @@ impl SendConn {
         let mut done_as = None;
         // The message is sent in this call if the first stream is free. As always, the stream is locked before the state.
         let mut held = if sends_itself { self.streams[0].hold() } else { None };
-        let mut wish = WRITE;
+        let mut work = WRITE;
         let posted = {
             let mut state = self.state();
             let number = state.core.next_number();
@@ -469,7 +469,7 @@ impl SendConn {
                 && io.out.is_none()
             {
                 io.out = self.next_outgoing(&mut state, 0, io);
-                wish = if state.core.should_read_acks() { SEND | READ } else { SEND };
+                work = if state.core.should_read_acks() { SEND | READ } else { SEND };
             }
             posted
         };
@@ -483,7 +483,7 @@ impl SendConn {
                 return self.health.check().map(|()| None);
             }
             Ok((_, Admit::Ready)) => {
-                self.run_held(held, 0, wish);
+                self.run_held(held, 0, work);
                 load::copied(length);
                 if !self.first_live.load(Ordering::Relaxed) {
                     self.wake_streams(length as u64);
@@ -491,7 +491,7 @@ impl SendConn {
             }
             Ok((_, Admit::Striped)) => {
                 self.wake_streams(length as u64);
-                // No wish: only releases the stream, and serves what others left meanwhile.
+                // No work: only releases the stream, and serves what others left meanwhile.
                 self.run_held(held, 0, 0);
             }
             Ok((key, Admit::AwaitsReceiver)) => {

@@ -1,13 +1,14 @@
 //! One stream: a socket that any thread may use, one at a time.
 //!
-//! NCCL's thread and a worker may want the same stream at the same moment. A thread that finds the stream taken leaves a
-//! request, and the holder serves the request before it releases the stream. So to move data no thread waits. Other
-//! operations ([`Stream::with_io`], [`Stream::take`], [`Stream::end`]) wait until the holder has released the stream:
-//! recovery, closing, and a query about a message that waits for its receive, which NCCL's thread queues in `isend` and
-//! `test`. The holder never waits for the socket, so such a wait is for another thread's work, not for the network.
+//! NCCL's thread and a worker may want the same stream at the same moment. A thread that finds the stream taken adds
+//! its work ([`READ`], [`WRITE`], [`SEND`]) to the stream's pending work, and the holder does that before it releases
+//! the stream. So to move data no thread waits. Other operations ([`Stream::with_io`], [`Stream::take`],
+//! [`Stream::end`]) wait until the holder has released the stream: recovery, closing, and a query about a message that
+//! waits for its receive, which NCCL's thread queues in `isend` and `test`. The holder never waits for the socket, so
+//! such a wait is for another thread's work, not for the network.
 //!
-//! A thread that only polls ([`Stream::poll_once`]) leaves no request: it will poll again, and the requests of a thread
-//! that polls in a loop would keep the holder for ever.
+//! A thread that only polls ([`Stream::poll_once`]) adds nothing: it will poll again, and the work of a thread that
+//! polls in a loop would keep the holder for ever.
 
 use std::sync::{PoisonError, TryLockError};
 
@@ -15,17 +16,18 @@ use crate::engine::poller::Registration;
 use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
-/// Request: read the bytes that have arrived.
+/// Work: read the bytes that have arrived.
 pub(crate) const READ: u8 = 1;
-/// Request: check for something to send.
+/// Work: check for something to send.
 pub(crate) const WRITE: u8 = 2;
-/// Request: finish the piece in `out`, and do not query the core for more. Separate from [`WRITE`], because that request makes
-/// the holder check the core again.
+/// Work: finish the piece in `out`, and do not query the core for more. Separate from [`WRITE`], which makes the holder
+/// check the core again.
 pub(crate) const SEND: u8 = 4;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub(crate) struct Stream<Io> {
-    wishes: AtomicU8,
+    /// Work of threads that found the stream taken.
+    pending: AtomicU8,
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
     io: Mutex<Option<Box<Io>>>,
@@ -58,7 +60,7 @@ pub(crate) enum Ran {
 impl<Io> Default for Stream<Io> {
     fn default() -> Self {
         Self {
-            wishes: AtomicU8::new(0),
+            pending: AtomicU8::new(0),
             registration: Mutex::new(None),
             io: Mutex::new(None),
             ended: AtomicBool::new(false),
@@ -67,47 +69,47 @@ impl<Io> Default for Stream<Io> {
 }
 
 impl<Io> Stream<Io> {
-    /// Runs `step` with the given requests, unless another thread holds the stream: then that thread will. `broken` is
+    /// Runs `step` that does this work, unless another thread holds the stream: then that thread will. `broken` is
     /// called without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
     pub(crate) fn run<B>(
         &self,
-        wish: u8,
+        work: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
-        self.run_held(self.hold(), wish, step, broken)
+        self.run_held(self.hold(), work, step, broken)
     }
 
     /// As [`Stream::run`], with the result of an earlier [`Stream::hold`].
     pub(crate) fn run_held<'a, B>(
         &'a self,
         held: Option<Held<'a, Io>>,
-        wish: u8,
+        work: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
         if held.is_none() {
-            self.wishes.fetch_or(wish, Ordering::SeqCst);
+            self.pending.fetch_or(work, Ordering::SeqCst);
             settle();
             return self.serve(None, 0, step, broken);
         }
-        self.serve(held, wish, step, broken)
+        self.serve(held, work, step, broken)
     }
 
-    /// Runs `step` with the given requests if no other thread holds the stream.
+    /// Runs `step` that does this work if no other thread holds the stream.
     pub(crate) fn poll_once<B>(
         &self,
-        wish: u8,
+        work: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
         let Some(io) = self.hold() else { return Ran::Settled(false) };
-        self.serve(Some(io), wish, step, broken)
+        self.serve(Some(io), work, step, broken)
     }
 
     /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: releasing it in another way may
-    /// leave another thread's request unserved.
+    /// leave another thread's work undone.
     pub(crate) fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
@@ -119,7 +121,7 @@ impl<Io> Stream<Io> {
     fn serve<'a, B>(
         &'a self,
         mut held: Option<Held<'a, Io>>,
-        mut wish: u8,
+        mut work: u8,
         mut step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
@@ -128,22 +130,22 @@ impl<Io> Stream<Io> {
         loop {
             let Some(mut io) = held.take().or_else(|| self.hold()) else { return Ran::Settled(moved) };
             loop {
-                // A plain load first: where no thread left a note, which is nearly always, it saves a locked instruction.
-                let mut wishes = std::mem::take(&mut wish);
-                if self.wishes.load(Ordering::SeqCst) != 0 {
-                    wishes |= self.wishes.swap(0, Ordering::SeqCst);
+                // A plain load first: where no thread left work, which is nearly always, it saves a locked instruction.
+                let mut now = std::mem::take(&mut work);
+                if self.pending.load(Ordering::SeqCst) != 0 {
+                    now |= self.pending.swap(0, Ordering::SeqCst);
                 }
-                if wishes == 0 {
+                if now == 0 {
                     break;
                 }
                 rounds += 1;
                 // The caller has served other threads long enough: the stream's worker continues.
                 if rounds > 8 {
-                    self.wishes.fetch_or(wishes, Ordering::SeqCst);
+                    self.pending.fetch_or(now, Ordering::SeqCst);
                     return Ran::More;
                 }
                 let Some(live) = io.as_mut() else { break };
-                match step(live, wishes) {
+                match step(live, now) {
                     Step::Settled(more) => moved |= more,
                     Step::More => return Ran::More,
                     Step::Broken(why) => {
@@ -160,8 +162,8 @@ impl<Io> Stream<Io> {
             }
             drop(io);
             settle();
-            // A request that was noted between the last check and the unlock found the stream taken: serve it now.
-            if self.wishes.load(Ordering::SeqCst) == 0 {
+            // Work that was left between the last check and the unlock found the stream taken: do it now.
+            if self.pending.load(Ordering::SeqCst) == 0 {
                 return Ran::Settled(moved);
             }
         }
@@ -176,8 +178,8 @@ impl<Io> Stream<Io> {
         self.install_as(io, |_| ())
     }
 
-    /// As [`Stream::install`]. `begin` records, with the stream locked, that its next epoch begins: a thread that reads the
-    /// stream and the record with that lock finds both or neither.
+    /// As [`Stream::install`]. `begin` records, with the stream locked, that its next epoch begins: a thread that reads
+    /// the stream and the record with that lock finds both or neither.
     ///
     /// # Errors
     /// As [`Stream::install`]; then nothing has begun.
@@ -194,8 +196,8 @@ impl<Io> Stream<Io> {
         Ok(())
     }
 
-    /// As [`Stream::take`], and no socket follows: one that arrives later for this stream is not used. When this returns no
-    /// thread accesses the stream's buffers any more, nor will one later.
+    /// As [`Stream::take`], and no socket follows: one that arrives later for this stream is not used. When this
+    /// returns no thread accesses the stream's buffers any more, nor will one later.
     pub(crate) fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);
@@ -248,7 +250,7 @@ impl<Io> Stream<Io> {
     /// Calls `act` with the socket and buffers, after waiting for the thread that uses them. For rare things.
     pub(crate) fn with_io<T>(&self, act: impl FnOnce(&mut Io) -> T) -> Option<T> {
         let done = self.lock().as_deref_mut().map(act);
-        self.pass_wishes();
+        self.pass_pending();
         done
     }
 
@@ -257,14 +259,14 @@ impl<Io> Stream<Io> {
         let held = self.lock();
         let done = held.is_none().then(act);
         drop(held);
-        self.pass_wishes();
+        self.pass_pending();
         done
     }
 
-    /// After the stream was locked: leaves the requests that other threads made meanwhile to its worker.
-    fn pass_wishes(&self) {
+    /// After the stream was locked: leaves the work that other threads added meanwhile to its worker.
+    fn pass_pending(&self) {
         settle();
-        if self.wishes.load(Ordering::SeqCst) != 0 {
+        if self.pending.load(Ordering::SeqCst) != 0 {
             self.kick();
         }
     }

@@ -224,8 +224,8 @@ fn a_virtual_device_uses_all_rails_of_its_members() {
     assert!(sent.iter().all(|bytes| *bytes > 4 << 20), "bytes per rail: {sent:?}");
 }
 
-/// Two interfaces without a PCI path, as VLANs, bonds, macvlan, ipvlan and the interfaces of containers: NCCL merged them into
-/// a device that it could not place, and every job ended at its first collective.
+/// Two interfaces without a PCI path, as VLANs, bonds, macvlan, ipvlan and the interfaces of containers: NCCL merged
+/// them into a device that it could not place, and every job ended at its first collective.
 #[test]
 fn nccl_can_use_every_interface_of_a_host_whose_interfaces_have_no_pci_path() {
     if plays_a_host(|context| {
@@ -290,10 +290,10 @@ fn names(context: &Context) -> Vec<String> {
     (0..count).map(|dev| context.properties(dev).expect("properties").name).collect()
 }
 
-fn chosen_by(test: &str, wish: &str, expected: &[&str]) {
+fn chosen_by(test: &str, value: &str, expected: &[&str]) {
     let all = ["eth0", "eth1", "eth10", "docker0", "ib0"];
-    if inside(test, &[("NCCL_SOCKET_IFNAME", wish)], |host| links(host, &all)) {
-        eventually(&format!("{wish} gives {expected:?}"), PATIENCE, || {
+    if inside(test, &[("NCCL_SOCKET_IFNAME", value)], |host| links(host, &all)) {
+        eventually(&format!("{value} gives {expected:?}"), PATIENCE, || {
             // Without any link that runs there is no context either.
             crate::support::net(ApiVersion::V12).init().ok().filter(|context| names(context) == expected)
         });
@@ -316,8 +316,8 @@ fn a_caret_excludes() {
 }
 
 #[test]
-fn without_a_wish_infiniband_interfaces_come_first() {
-    chosen_by("netns::without_a_wish_infiniband_interfaces_come_first", "", &["ib0"]);
+fn by_default_infiniband_interfaces_come_first() {
+    chosen_by("netns::by_default_infiniband_interfaces_come_first", "", &["ib0"]);
 }
 
 #[test]

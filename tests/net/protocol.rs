@@ -11,7 +11,7 @@ use crate::support::{PATIENCE, child, context, eventually, part, pattern, watchd
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part, SendComm};
 use towline::session::frame::{EAGER, HEADER, Header, Type};
-use towline::session::handshake::{Secret, Wish};
+use towline::session::handshake::{Intent, Secret};
 use towline::tcp::ack::Ack;
 
 /// What an untouched byte of a buffer looks like.
@@ -351,14 +351,14 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
         let further = hostile.join(3, 1).expect("a stream that may join");
         assert!(hostile.join(3, 1).is_none(), "each epoch joins once");
         // The secret is not the connection's key, and the key of one is not that of another.
-        let wish = Wish::Join { connection: hostile.connection, stream: 4, epoch: 1 };
+        let intent = Intent::Join { connection: hostile.connection, stream: 4, epoch: 1 };
         for wrong in [secret_of(&handle), Secret::random().expect("random bytes")] {
-            assert!(Hostile::wish(address_of(&handle), &wrong, wish).is_none());
+            assert!(Hostile::dial(address_of(&handle), &wrong, intent).is_none());
         }
-        let other = Wish::Join { connection: hostile.connection ^ 1, stream: 4, epoch: 1 };
-        assert!(Hostile::wish(address_of(&handle), &hostile.key, other).is_none());
-        let nobody = Wish::Connect { listener: 1 };
-        assert!(Hostile::wish(address_of(&handle), &secret_of(&handle), nobody).is_none());
+        let other = Intent::Join { connection: hostile.connection ^ 1, stream: 4, epoch: 1 };
+        assert!(Hostile::dial(address_of(&handle), &hostile.key, other).is_none());
+        let nobody = Intent::Connect { listener: 1 };
+        assert!(Hostile::dial(address_of(&handle), &secret_of(&handle), nobody).is_none());
         assert!(log.contains("is not one that may join now"), "{:?}", log.records());
         // The connection never noticed.
         let target = Memory::new(100);
@@ -418,21 +418,21 @@ fn a_call_is_believed_from_the_holder_of_the_key_only() {
         let (mut hostile, send, trap, handle) = hostile_receiver(&context);
         let [lifeline] = hostile.rails[..] else { panic!("one rail: {:?}", hostile.rails) };
         let (connection, key) = (hostile.connection, hostile.key.clone());
-        let call = |stream, epoch| Wish::Call { connection, stream, epoch };
+        let call = |stream, epoch| Intent::Call { connection, stream, epoch };
         for wrong in [secret_of(&handle), Secret::random().expect("random bytes")] {
-            assert!(Hostile::wish(lifeline, &wrong, call(0, 0)).is_none());
+            assert!(Hostile::dial(lifeline, &wrong, call(0, 0)).is_none());
         }
-        let other = Wish::Call { connection: connection ^ 1, stream: 0, epoch: 0 };
-        assert!(Hostile::wish(lifeline, &key, other).is_none());
+        let other = Intent::Call { connection: connection ^ 1, stream: 0, epoch: 0 };
+        assert!(Hostile::dial(lifeline, &key, other).is_none());
         for (stream, epoch) in [(0, 1), (1, 0), (3, 7), (16, 0), (u16::MAX, 0), (0, u16::MAX)] {
-            Hostile::wish(lifeline, &key, call(stream, epoch)).expect("it is answered");
+            Hostile::dial(lifeline, &key, call(stream, epoch)).expect("it is answered");
         }
         // Nothing has come of these.
         // SAFETY: the pattern is static.
         let sent = unsafe { send.post(part(pattern(1, 100), None)) }.expect("isend");
         assert_eq!(hostile.await_frame(Type::Data).1, pattern(1, 100));
         send.wait(&sent, PATIENCE).expect("it was copied");
-        Hostile::wish(lifeline, &key, call(0, 0)).expect("it is answered");
+        Hostile::dial(lifeline, &key, call(0, 0)).expect("it is answered");
         assert!(hostile.receive().is_none(), "the stream that was called for is given up");
         trap.accept().expect("and connected again");
         // Or the close would wait for it.

@@ -83,13 +83,13 @@ fn tun(host: &Namespace, rail: usize) -> File {
         // SAFETY: the descriptor was just opened.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // SAFETY: all zeroes is a valid value of this struct.
-        let mut wish: libc::ifreq = unsafe { std::mem::zeroed() };
-        for (to, from) in wish.ifr_name.iter_mut().zip(name.as_bytes()) {
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in request.ifr_name.iter_mut().zip(name.as_bytes()) {
             *to = *from as libc::c_char;
         }
-        wish.ifr_ifru.ifru_flags = IFF_TUN_WITHOUT_HEADER;
+        request.ifr_ifru.ifru_flags = IFF_TUN_WITHOUT_HEADER;
         // SAFETY: the kernel reads the struct, which outlives the call.
-        assert_eq!(unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut wish) }, 0, "a TUN device");
+        assert_eq!(unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut request) }, 0, "a TUN device");
         File::from(fd)
     });
     opened.join().expect("a TUN device")

@@ -8,7 +8,7 @@ use std::time::Duration;
 use towline::host::Handle;
 use towline::session::frame::{HEADER, Header, Type};
 use towline::session::handshake::{
-    GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Secret, Transcript, WELCOME, Welcome, Wish, nonce,
+    GREETING, HELLO, Hello, Intent, PREAMBLE, Preamble, READY, Secret, Transcript, WELCOME, Welcome, nonce,
 };
 
 use super::PATIENCE;
@@ -51,8 +51,8 @@ impl Hostile {
     /// The same up to the welcome. The listener waits for the confirmation.
     pub fn welcomed(handle: &Handle) -> Self {
         let secret = secret_of(handle);
-        let wish = Wish::Connect { listener: secret.listener_id() };
-        Self::wish(address_of(handle), &secret, wish).expect("the listener welcomes who holds the secret")
+        let intent = Intent::Connect { listener: secret.listener_id() };
+        Self::dial(address_of(handle), &secret, intent).expect("the listener welcomes who holds the secret")
     }
 
     /// That the welcome has come.
@@ -62,12 +62,12 @@ impl Hostile {
 
     /// Asks for a further stream of this connection. None when that is refused.
     pub fn join(&self, stream: u16, epoch: u16) -> Option<Self> {
-        let wish = Wish::Join { connection: self.connection, stream, epoch };
-        Self::wish(self.stream.peer_addr().expect("connected"), &self.key, wish)
+        let intent = Intent::Join { connection: self.connection, stream, epoch };
+        Self::dial(self.stream.peer_addr().expect("connected"), &self.key, intent)
     }
 
     /// A whole handshake, but for the confirmation that ends it on a new connection. None when the other side ends it.
-    pub fn wish(address: SocketAddr, secret: &Secret, wish: Wish) -> Option<Self> {
+    pub fn dial(address: SocketAddr, secret: &Secret, intent: Intent) -> Option<Self> {
         let mut stream = TcpStream::connect(address).expect("the listener can be reached");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         stream.set_nodelay(true).expect("no delay");
@@ -77,11 +77,11 @@ impl Hostile {
         let greeting = said(&mut stream, GREETING)?;
         transcript.add(&preamble);
         transcript.add(&greeting);
-        let hello = Hello { wish, nonce: nonce().expect("random bytes"), label: NAME.to_owned(), rails: Vec::new() };
+        let hello = Hello { intent, nonce: nonce().expect("random bytes"), label: NAME.to_owned(), rails: Vec::new() };
         stream.write_all(&hello.seal(secret, &mut transcript)).ok()?;
-        let key = match wish {
-            Wish::Connect { .. } => secret.connection_key(transcript.bytes()),
-            Wish::Join { .. } | Wish::Call { .. } => secret.clone(),
+        let key = match intent {
+            Intent::Connect { .. } => secret.connection_key(transcript.bytes()),
+            Intent::Join { .. } | Intent::Call { .. } => secret.clone(),
         };
         let welcome = said(&mut stream, WELCOME)?;
         let welcome =

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use crate::os::config::{Config, Family, Rails};
 use crate::os::error::Error;
-use crate::os::interfaces::{self, Filter, UNKNOWN_SPEED_MBPS, Wish};
+use crate::os::interfaces::{self, Filter, Selection, UNKNOWN_SPEED_MBPS};
 use crate::os::nccl_conf::Variables;
 use crate::os::route::{self, Egress};
 use crate::os::sysfs::Sysfs;
@@ -43,7 +43,7 @@ pub(super) fn gather(config: &Config, variables: &Variables, findings: &mut Vec<
             return Facts::default();
         }
     };
-    let wish = Wish {
+    let selection = Selection {
         names: config.socket_ifname.as_deref(),
         family: config.socket_family,
         rendezvous: config.comm_id.as_deref().and_then(interfaces::rendezvous),
@@ -59,8 +59,8 @@ pub(super) fn gather(config: &Config, variables: &Variables, findings: &mut Vec<
             }
             (found, interfaces::Why::Rails)
         }
-        Rails::All => interfaces::choose_also_down(&all, &wish, |one| sysfs.is_bridge(&one.name)),
-        Rails::Single => interfaces::choose(&all, &wish),
+        Rails::All => interfaces::choose_also_down(&all, &selection, |one| sysfs.is_bridge(&one.name)),
+        Rails::Single => interfaces::choose(&all, &selection),
     };
     if config.rails != Rails::Single {
         findings.extend(waited_for(&chosen));
@@ -182,8 +182,8 @@ fn nothing(
         known.join(", ")
     );
     let better = corrections(names, all).into_iter().find(|better| {
-        let wish = Wish { names: Some(better), ..Wish::default() };
-        !interfaces::choose(all, &wish).0.is_empty()
+        let selection = Selection { names: Some(better), ..Selection::default() };
+        !interfaces::choose(all, &selection).0.is_empty()
     });
     let fix = better.map_or_else(|| unset(variables, "NCCL_SOCKET_IFNAME"), |it| export("NCCL_SOCKET_IFNAME", it));
     Finding::problem(Cause::InterfaceMissing, what, fix)

@@ -31,17 +31,17 @@ fn host() -> Vec<Interface> {
     ]
 }
 
-fn names_for(all: &[Interface], wish: &Wish<'_>) -> Vec<String> {
-    choose(all, wish).0.into_iter().map(|interface| interface.name).collect()
+fn names_for(all: &[Interface], selection: &Selection<'_>) -> Vec<String> {
+    choose(all, selection).0.into_iter().map(|interface| interface.name).collect()
 }
 
 fn asked(names: &str) -> Vec<String> {
-    names_for(&host(), &Wish { names: Some(names), ..Wish::default() })
+    names_for(&host(), &Selection { names: Some(names), ..Selection::default() })
 }
 
 #[test]
 fn unasked_it_takes_all_but_docker_loopback_and_virbr_with_the_first_address_of_each() {
-    let (chosen, why) = choose(&host(), &Wish::default());
+    let (chosen, why) = choose(&host(), &Selection::default());
     let brief: Vec<_> = chosen.iter().map(|one| (one.name.as_str(), one.address.to_string())).collect();
     assert_eq!(brief, [("eth0", "10.0.0.5:0".into()), ("eth1", "10.0.1.5:0".into()), ("eth2", "[fe80::6%4]:0".into())]);
     assert_eq!(why, Why::Ordinary);
@@ -51,10 +51,10 @@ fn unasked_it_takes_all_but_docker_loopback_and_virbr_with_the_first_address_of_
 fn infiniband_names_come_before_everything_but_what_was_asked() {
     let mut all = host();
     all.push(up("ib0", "10.9.0.1"));
-    assert_eq!(names_for(&all, &Wish::default()), ["ib0"]);
-    let near_eth1 = Wish { rendezvous: Some("10.0.1.9:1".parse().expect("an address")), ..Wish::default() };
+    assert_eq!(names_for(&all, &Selection::default()), ["ib0"]);
+    let near_eth1 = Selection { rendezvous: Some("10.0.1.9:1".parse().expect("an address")), ..Selection::default() };
     assert_eq!(names_for(&all, &near_eth1), ["ib0"]);
-    assert_eq!(names_for(&all, &Wish { names: Some("eth"), ..Wish::default() }), ["eth0", "eth1", "eth2"]);
+    assert_eq!(names_for(&all, &Selection { names: Some("eth"), ..Selection::default() }), ["eth0", "eth1", "eth2"]);
 }
 
 #[test]
@@ -74,10 +74,10 @@ fn names_are_prefixes_unless_exact_and_a_caret_excludes() {
 
 #[test]
 fn a_forced_family_takes_the_address_of_that_family() {
-    let six = choose(&host(), &Wish { family: Some(Family::V6), ..Wish::default() }).0;
+    let six = choose(&host(), &Selection { family: Some(Family::V6), ..Selection::default() }).0;
     let brief: Vec<_> = six.iter().map(|one| one.address.to_string()).collect();
     assert_eq!(brief, ["[2001:db8::5]:0", "[fe80::6%4]:0"]);
-    let four = choose(&host(), &Wish { family: Some(Family::V4), ..Wish::default() }).0;
+    let four = choose(&host(), &Selection { family: Some(Family::V4), ..Selection::default() }).0;
     assert!(four.iter().all(|one| one.address.is_ipv4()));
     assert_eq!(four.len(), 2);
 }
@@ -85,8 +85,8 @@ fn a_forced_family_takes_the_address_of_that_family() {
 #[test]
 fn the_subnet_of_nccl_comm_id_narrows_the_choice_to_one() {
     let near = |address: &str| {
-        let wish = Wish { rendezvous: Some(address.parse().expect("an address")), ..Wish::default() };
-        names_for(&host(), &wish)
+        let selection = Selection { rendezvous: Some(address.parse().expect("an address")), ..Selection::default() };
+        names_for(&host(), &selection)
     };
     assert_eq!(near("10.0.1.77:4000"), ["eth1"]);
     assert_eq!(near("10.0.10.1:4000"), ["eth10"], "NCCL does not ask whether it is running here");
@@ -99,13 +99,13 @@ fn the_subnet_of_nccl_comm_id_narrows_the_choice_to_one() {
 fn docker_then_loopback_then_virbr_only_when_nothing_else_is_there() {
     let mut all = host();
     all.retain(|one| !one.name.starts_with("eth"));
-    assert_eq!(choose(&all, &Wish::default()).1, Why::LastResort("docker"));
+    assert_eq!(choose(&all, &Selection::default()).1, Why::LastResort("docker"));
     all.retain(|one| one.name != "docker0");
-    assert_eq!(names_for(&all, &Wish::default()), ["lo"]);
+    assert_eq!(names_for(&all, &Selection::default()), ["lo"]);
     all.retain(|one| one.name != "lo");
-    assert_eq!(names_for(&all, &Wish::default()), ["virbr0"]);
+    assert_eq!(names_for(&all, &Selection::default()), ["virbr0"]);
     all.clear();
-    assert_eq!(choose(&all, &Wish::default()), (vec![], Why::Nothing));
+    assert_eq!(choose(&all, &Selection::default()), (vec![], Why::Nothing));
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn any_host() -> impl Strategy<Value = Vec<Interface>> {
 proptest! {
     #[test]
     fn whatever_is_chosen_is_running_unique_and_not_too_many(all in any_host(), spec in "[=^]{0,2}(eth|ib|lo|ens)?[0-3]?(,e)?") {
-        let (chosen, _) = choose(&all, &Wish { names: Some(&spec), ..Wish::default() });
+        let (chosen, _) = choose(&all, &Selection { names: Some(&spec), ..Selection::default() });
         prop_assert!(chosen.len() <= MAX_INTERFACES);
         for (index, one) in chosen.iter().enumerate() {
             prop_assert!(one.running);
@@ -162,8 +162,8 @@ proptest! {
 
     #[test]
     fn what_is_down_is_added_and_changes_nothing_else(all in any_host(), spec in "[=^]{0,2}(eth|ib|lo|ens)?[0-3]?(,e)?") {
-        let wish = Wish { names: Some(&spec), ..Wish::default() };
-        let ((chosen, why), (more, also)) = (choose(&all, &wish), choose_also_down(&all, &wish, |_| false));
+        let selection = Selection { names: Some(&spec), ..Selection::default() };
+        let ((chosen, why), (more, also)) = (choose(&all, &selection), choose_also_down(&all, &selection, |_| false));
         prop_assert_eq!(why, also);
         prop_assert!(more.len() <= MAX_INTERFACES);
         let running: Vec<_> = more.iter().filter(|one| one.running).cloned().collect();
@@ -181,7 +181,7 @@ proptest! {
 
     #[test]
     fn something_is_chosen_whenever_something_runs(all in any_host()) {
-        let (chosen, why) = choose(&all, &Wish::default());
+        let (chosen, why) = choose(&all, &Selection::default());
         prop_assert_eq!(chosen.is_empty(), !all.iter().any(|one| one.running));
         prop_assert_eq!(chosen.is_empty(), why == Why::Nothing);
     }

@@ -3,7 +3,7 @@
 use super::{Plan, Rail, ranks};
 use crate::os::config::{Config, Family, Rails, is_blank_or_quote, nearest};
 use crate::os::error::{Cause, Error, Result};
-use crate::os::interfaces::{self, Interface, UNKNOWN_SPEED_MBPS, Why, Wish};
+use crate::os::interfaces::{self, Interface, Selection, UNKNOWN_SPEED_MBPS, Why};
 use crate::os::sysfs::Sysfs;
 use std::fmt;
 
@@ -46,21 +46,21 @@ pub fn discover(config: &Config) -> Result<Discovery> {
     let all = interfaces::list()?;
     // A look-up of NCCL_COMM_ID's host may take a while, and only one rule needs it.
     let hint = if config.socket_ifname.is_none() { config.comm_id.as_deref() } else { None };
-    let wish = Wish {
+    let selection = Selection {
         names: config.socket_ifname.as_deref(),
         family: config.socket_family,
         rendezvous: hint.and_then(interfaces::rendezvous),
     };
-    from_list(&all, &wish, config, &Sysfs::default())
+    from_list(&all, &selection, config, &Sysfs::default())
 }
 
-fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs) -> Result<Discovery> {
+fn from_list(all: &[Interface], selection: &Selection<'_>, config: &Config, sysfs: &Sysfs) -> Result<Discovery> {
     let mut warnings = Vec::new();
     let (chosen, why) = match &config.rails {
-        Rails::Single => interfaces::choose(all, wish),
-        Rails::All => interfaces::choose_also_down(all, wish, |one| sysfs.is_bridge(&one.name)),
+        Rails::Single => interfaces::choose(all, selection),
+        Rails::All => interfaces::choose_also_down(all, selection, |one| sysfs.is_bridge(&one.name)),
         Rails::List(names) => {
-            let (mut found, missing) = interfaces::named(all, names, wish.family);
+            let (mut found, missing) = interfaces::named(all, names, selection.family);
             warnings.extend(missing.iter().map(|name| missing_rail(name, all)));
             // A device is offered only when it works now.
             if !found.iter().any(|one| one.running) {
@@ -226,9 +226,10 @@ mod tests {
     fn with_on(host: &[Interface], pairs: &[(&str, &str)]) -> Result<Discovery> {
         let (config, complaints) = Config::from_pairs(pairs.iter().copied());
         assert_eq!(complaints, []);
-        let wish = Wish { names: config.socket_ifname.as_deref(), family: config.socket_family, rendezvous: None };
+        let selection =
+            Selection { names: config.socket_ifname.as_deref(), family: config.socket_family, rendezvous: None };
         let (_dir, sysfs) = sysfs();
-        from_list(host, &wish, &config, &sysfs)
+        from_list(host, &selection, &config, &sysfs)
     }
 
     #[test]

@@ -30,8 +30,8 @@ fn found(device: &str, number: u8, pci: &str) -> Found {
     }
 }
 
-fn wish() -> Wish {
-    Wish::from_config(&Config::default()).0
+fn selection() -> Selection {
+    Selection::from_config(&Config::default()).0
 }
 
 fn names(ports: &[(Port, PortFacts)]) -> Vec<String> {
@@ -45,8 +45,8 @@ fn only_active_ports_of_known_networks_that_the_list_chose_are_used() {
     let mut odd = found("opa0", 1, "0000:19:00.0");
     odd.port.link_layer = None;
     let all = vec![found("mlx5_0", 1, "0000:17:00.0"), down, odd, found("mlx5_2", 1, "0000:1a:00.0")];
-    assert_eq!(names(&arrange(all.clone(), &wish())), ["mlx5_0:1", "mlx5_2:1"]);
-    let chosen = Wish { filter: HcaFilter::parse("^mlx5_0"), ..wish() };
+    assert_eq!(names(&arrange(all.clone(), &selection())), ["mlx5_0:1", "mlx5_2:1"]);
+    let chosen = Selection { filter: HcaFilter::parse("^mlx5_0"), ..selection() };
     assert_eq!(names(&arrange(all, &chosen)), ["mlx5_2:1"]);
 }
 
@@ -65,7 +65,7 @@ fn ports_of_other_transports_are_left_out_with_a_sentence() {
         like("mlx5_0", Transport::InfiniBand, Some(LinkLayer::InfiniBand)),
     ];
     let said: Vec<String> = all.iter().filter_map(Found::obstacle).collect();
-    assert_eq!(names(&arrange(all, &wish())), ["mlx5_0:1"]);
+    assert_eq!(names(&arrange(all, &selection())), ["mlx5_0:1"]);
     assert_eq!(said.len(), 3, "{said:?}");
     assert!(said[0].starts_with("rdmap0s6:1 has a transport of its own") && said[1].contains("iWARP"), "{said:?}");
     assert!(said.iter().all(|said| said.ends_with("it is left out")), "{said:?}");
@@ -82,8 +82,8 @@ fn ports_are_sorted_by_pci_address_and_those_without_one_come_last() {
             found("mlx5_2", 1, "0000:17:00.0"),
         ]
     };
-    assert_eq!(names(&arrange(all(), &wish())), ["mlx5_2:1", "mlx5_0:1", "mlx5_1:1", "rxe0:1", "rxe1:1"]);
-    let unsorted = Wish { pci_order: false, ..wish() };
+    assert_eq!(names(&arrange(all(), &selection())), ["mlx5_2:1", "mlx5_0:1", "mlx5_1:1", "rxe0:1", "rxe1:1"]);
+    let unsorted = Selection { pci_order: false, ..selection() };
     assert_eq!(names(&arrange(all(), &unsorted))[..2], ["rxe0:1", "mlx5_1:1"]);
 }
 
@@ -97,20 +97,20 @@ fn functions_of_one_card_look_like_its_ports() {
             found("mlx5_3", 1, "0000:18:00.0"),
         ]
     };
-    let shown = |wish: &Wish| {
+    let shown = |selection: &Selection| {
         let name = |port: &Port| port.pci_path.as_ref().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
-        arrange(all(), wish).iter().map(|(port, _)| (name(port), port.card_port)).collect::<Vec<_>>()
+        arrange(all(), selection).iter().map(|(port, _)| (name(port), port.card_port)).collect::<Vec<_>>()
     };
     let text = |list: &[(&str, i32)]| list.iter().map(|(name, port)| ((*name).to_owned(), *port)).collect::<Vec<_>>();
     let merged = [("0000:17:00.0", 1), ("0000:17:00.0", 2), ("0000:17:00.0", 3), ("0000:18:00.0", 1)];
-    assert_eq!(shown(&wish()), text(&merged));
+    assert_eq!(shown(&selection()), text(&merged));
     let apart = [("0000:17:00.0", 1), ("0000:17:00.0", 2), ("0000:17:02.0", 1), ("0000:18:00.0", 1)];
-    assert_eq!(shown(&Wish { merge_vfs: false, ..wish() }), text(&apart));
+    assert_eq!(shown(&Selection { merge_vfs: false, ..selection() }), text(&apart));
 }
 
 #[test]
 fn software_devices_are_no_ports_of_each_other() {
-    let ports = arrange(vec![found("rxe0", 1, ""), found("rxe1", 1, "")], &wish());
+    let ports = arrange(vec![found("rxe0", 1, ""), found("rxe1", 1, "")], &selection());
     assert_eq!(ports.iter().map(|(port, _)| port.card_port).collect::<Vec<_>>(), [1, 1]);
     assert!(ports.iter().all(|(port, _)| port.pci_path.is_none()));
 }
@@ -137,7 +137,7 @@ fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
 type Tree<'a> = &'a [(&'a str, u8, &'a str, &'a str)];
 
 /// The result of discovery on such a host, as NCCL gets it: each port's name, its card, and its port of the card.
-fn shown(tree: Tree<'_>, wish: &Wish) -> Vec<(String, String, i32)> {
+fn shown(tree: Tree<'_>, selection: &Selection) -> Vec<(String, String, i32)> {
     let root = tempfile::tempdir().expect("a directory");
     for (device, number, path, rate) in tree {
         let class = root.path().join("class/infiniband").join(device);
@@ -160,7 +160,7 @@ fn shown(tree: Tree<'_>, wish: &Wish) -> Vec<(String, String, i32)> {
         let path = port.pci_path.as_ref().and_then(|path| path.file_name());
         path.map_or_else(String::new, |name| name.to_string_lossy().into_owned())
     };
-    let ports = arrange(tree.iter().map(found).collect(), wish);
+    let ports = arrange(tree.iter().map(found).collect(), selection);
     ports.iter().map(|(port, _)| (port.name(), card(port), port.card_port)).collect()
 }
 
@@ -196,9 +196,9 @@ fn the_cards_of_a_dgx_h100_are_numbered_by_their_place_on_the_bus() {
         ("mlx5_10", "0000:ce:00.0", 1),
         ("mlx5_11", "0000:dc:00.0", 1),
     ];
-    assert_eq!(shown(tree, &Wish { filter, ..wish() }), rows(&expected));
+    assert_eq!(shown(tree, &Selection { filter, ..selection() }), rows(&expected));
     // Without `NCCL_IB_HCA` the storage card's two functions are one card with two ports.
-    let all = shown(tree, &wish());
+    let all = shown(tree, &selection());
     assert_eq!(all.len(), 10);
     assert_eq!(all[1..3], rows(&[("mlx5_1", "0000:29:00.0", 1), ("mlx5_2", "0000:29:00.0", 2)]));
 }
@@ -210,12 +210,12 @@ fn both_kinds_of_dual_port_cards_have_two_ports() {
         ("mlx5_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", NDR),
         ("mlx5_1", 1, "pci0000:00/0000:00:02.0/0000:03:00.1", NDR),
     ];
-    assert_eq!(shown(functions, &wish()), rows(&[("mlx5_0", "0000:03:00.0", 1), ("mlx5_1", "0000:03:00.0", 2)]));
+    assert_eq!(shown(functions, &selection()), rows(&[("mlx5_0", "0000:03:00.0", 1), ("mlx5_1", "0000:03:00.0", 2)]));
     let ports: Tree<'_> = &[
         ("mlx4_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", "56 Gb/sec (4X FDR)\n"),
         ("mlx4_0", 2, "pci0000:00/0000:00:02.0/0000:03:00.0", "56 Gb/sec (4X FDR)\n"),
     ];
-    let shown = shown(ports, &wish());
+    let shown = shown(ports, &selection());
     assert_eq!(shown.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), ["mlx4_0", "mlx4_0:2"]);
 }
 
@@ -227,7 +227,7 @@ fn a_bond_is_one_device() {
         ("mlx5_bond_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", "200 Gb/sec (4X HDR)\n"),
     ];
     let expected = [("mlx5_bond_0", "0000:03:00.0", 1), ("mlx5_2", "0000:81:00.0", 1)];
-    assert_eq!(shown(tree, &wish()), rows(&expected));
+    assert_eq!(shown(tree, &selection()), rows(&expected));
 }
 
 /// A pod sees the virtual functions that it was given, and not their card: NCCL gets the card's place on the bus, or
@@ -238,8 +238,8 @@ fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_a
         ("mlx5_14", 1, "pci0000:15/0000:15:01.0/0000:18:00.4", NDR),
         ("mlx5_22", 1, "pci0000:37/0000:37:01.0/0000:40:01.2", NDR),
     ];
-    assert_eq!(shown(tree, &wish()), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:00.0", 1)]));
-    let apart = Wish { merge_vfs: false, ..wish() };
+    assert_eq!(shown(tree, &selection()), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:00.0", 1)]));
+    let apart = Selection { merge_vfs: false, ..selection() };
     assert_eq!(shown(tree, &apart), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:01.0", 1)]));
 }
 
@@ -248,7 +248,7 @@ fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_a
 #[test]
 fn a_data_direct_card_is_one_device_at_its_first_function() {
     let tree: Tree<'_> = &[("mlx5_0", 1, "pci0000:00/0000:00:00.0/0000:03:00.0", "800 Gb/sec (4X XDR)\n")];
-    assert_eq!(shown(tree, &wish()), rows(&[("mlx5_0", "0000:03:00.0", 1)]));
+    assert_eq!(shown(tree, &selection()), rows(&[("mlx5_0", "0000:03:00.0", 1)]));
 }
 
 #[test]
@@ -256,8 +256,8 @@ fn a_bad_range_is_told_and_ignored() {
     let pairs = [("NCCL_IB_ADDR_RANGE", "10.7.0.0/99"), ("NCCL_IB_HCA", "=mlx5_0:1"), ("NCCL_IB_GID_INDEX", "3")];
     let (config, complaints) = Config::from_pairs(pairs);
     assert_eq!(complaints.len(), 0);
-    let (wish, complaints) = Wish::from_config(&config);
-    assert_eq!((wish.gid.range, wish.gid.index), (None, Some(3)));
+    let (selection, complaints) = Selection::from_config(&config);
+    assert_eq!((selection.gid.range, selection.gid.index), (None, Some(3)));
     assert!(complaints[0].contains("prefix length"), "{complaints:?}");
-    assert!(wish.filter.choose("mlx5_0", 1).is_some() && wish.filter.choose("mlx5_0", 2).is_none());
+    assert!(selection.filter.choose("mlx5_0", 1).is_some() && selection.filter.choose("mlx5_0", 2).is_none());
 }

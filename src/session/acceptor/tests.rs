@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, Shutdown, TcpStream};
 use std::time::Duration;
 
 use super::{
-    Arc, FEATURE_RECOVERY, GREETING, Hello, Instant, Preamble, Secret, SocketAddr, Transcript, Welcome, Wish, nonce,
+    Arc, FEATURE_RECOVERY, GREETING, Hello, Instant, Intent, Preamble, Secret, SocketAddr, Transcript, Welcome, nonce,
 };
 use crate::os::config::Config;
 use crate::os::interfaces::Rail;
@@ -14,7 +14,7 @@ use crate::session::loopback;
 use crate::tcp::listener::Listener;
 
 /// A handshake as the connecting side does it. Returns the socket, the welcome, and the key of a new connection.
-fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Secret) {
+fn shake(at: SocketAddr, intent: Intent, secret: &Secret) -> (TcpStream, Welcome, Secret) {
     let mut stream = TcpStream::connect(at).expect("it listens");
     stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
     let said = Preamble { low: VERSION_MIN, high: VERSION_MAX, features: FEATURE_RECOVERY }.encode();
@@ -24,7 +24,7 @@ fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Se
     let mut transcript = Transcript::new();
     transcript.add(&said);
     transcript.add(&greeting);
-    let hello = Hello { wish, nonce: nonce().expect("random"), label: "peer".to_string(), rails: Vec::new() };
+    let hello = Hello { intent, nonce: nonce().expect("random"), label: "peer".to_string(), rails: Vec::new() };
     stream.write_all(&hello.seal(secret, &mut transcript)).expect("it listens");
     let key = secret.connection_key(transcript.bytes());
     let mut welcome = [0; WELCOME];
@@ -41,13 +41,13 @@ fn a_handshake_that_broke_after_the_welcome_keeps_nothing_when_the_peer_is_back(
     let (name, address) = ("lo".to_string(), (Ipv4Addr::LOCALHOST, 0).into());
     let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
     let (listener, addresses) = Listener::open(&net, Arc::from([rail]), None).expect("it can listen");
-    let wish = Wish::Connect { listener: listener.secret().listener_id() };
-    let (first, welcome, key) = shake(addresses[0], wish, listener.secret());
+    let intent = Intent::Connect { listener: listener.secret().listener_id() };
+    let (first, welcome, key) = shake(addresses[0], intent, listener.secret());
     first.shutdown(Shutdown::Both).expect("it is connected");
     drop(first);
 
     let connection = welcome.connection;
-    let (_second, ..) = shake(addresses[0], Wish::Join { connection, stream: 0, epoch: 1 }, &key);
+    let (_second, ..) = shake(addresses[0], Intent::Join { connection, stream: 0, epoch: 1 }, &key);
     let conn = listener.accept_until(Instant::now() + Duration::from_secs(20)).expect("the keys fit");
     let conn = conn.expect("the peer has come back");
     let left = Arc::downgrade(&conn);

@@ -8,7 +8,7 @@ use super::purpose::{Proved, Purpose, Reached, Route};
 use super::{Begin, Dial, NO_DEADLINE};
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::session::handshake::{Secret, Wish};
+use crate::session::handshake::{Intent, Secret};
 use crate::session::lifeline::{self, Answer};
 use crate::session::net::Net;
 use crate::session::owner::ListeningSide;
@@ -65,11 +65,11 @@ impl Purpose for Call {
         self.conn.upgrade()?.link().traffic_class
     }
 
-    fn wish(&self, _epoch: u16, tries: u32) -> Result<(Wish, Secret)> {
+    fn intent(&self, _epoch: u16, tries: u32) -> Result<(Intent, Secret)> {
         let conn = self.conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
         let link = conn.link();
         let (stream, epoch) = conn.lost_epoch(tries as usize);
-        Ok((Wish::Call { connection: link.connection, stream, epoch }, link.key.clone()))
+        Ok((Intent::Call { connection: link.connection, stream, epoch }, link.key.clone()))
     }
 
     fn reached(&self, _net: &Arc<Net>, _proved: Proved) -> Result<Reached> {

@@ -10,7 +10,7 @@ use super::{Begin, Dial, Target};
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::session::handshake::{FEATURE_BARE, Secret, Wish};
+use crate::session::handshake::{FEATURE_BARE, Intent, Secret};
 use crate::session::link::Link;
 use crate::session::net::Net;
 use crate::session::opening::{Handed, Opener};
@@ -68,9 +68,9 @@ impl Purpose for Connect {
         if self.opener.is_bare() { FEATURE_BARE } else { 0 }
     }
 
-    fn wish(&self, _epoch: u16, _tries: u32) -> Result<(Wish, Secret)> {
+    fn intent(&self, _epoch: u16, _tries: u32) -> Result<(Intent, Secret)> {
         let secret = &self.target.secret;
-        Ok((Wish::Connect { listener: secret.listener_id() }, secret.clone()))
+        Ok((Intent::Connect { listener: secret.listener_id() }, secret.clone()))
     }
 
     fn addresses(&self, net: &Net) -> Vec<SocketAddr> {

@@ -46,17 +46,17 @@ pub(super) fn not_towline(what: &str) -> Error {
     )
 }
 
-fn other_family(peer: IpAddr, mine: &[IpAddr], names: &str, wish: Option<Family>) -> Option<String> {
+fn other_family(peer: IpAddr, mine: &[IpAddr], names: &str, wanted: Option<Family>) -> Option<String> {
     let is_other = !mine.is_empty() && mine.iter().all(|own| own.is_ipv4() != peer.is_ipv4());
     let family = |is_ipv4: bool| if is_ipv4 { "IPv4" } else { "IPv6" };
-    let wish = match wish {
+    let wanted = match wanted {
         None => "unset",
         Some(Family::V4) => "AF_INET",
         Some(Family::V6) => "AF_INET6",
     };
     is_other.then(|| {
         format!(
-            "the peer has an {} address and {names} of this host an {} one (NCCL_SOCKET_FAMILY is {wish} here): set \
+            "the peer has an {} address and {names} of this host an {} one (NCCL_SOCKET_FAMILY is {wanted} here): set \
              NCCL_SOCKET_FAMILY on all hosts to the family that all have, AF_INET or AF_INET6",
             family(peer.is_ipv4()),
             family(!peer.is_ipv4())
@@ -115,9 +115,9 @@ mod tests {
 
     #[test]
     fn families_that_differ_are_told_with_the_variable_and_its_value() {
-        let told = |mine: &[&str], wish| {
+        let told = |mine: &[&str], wanted| {
             let mine: Vec<IpAddr> = mine.iter().map(|one| ip(one)).collect();
-            other_family(ip("10.9.1.1"), &mine, "eth0", wish).unwrap_or_default()
+            other_family(ip("10.9.1.1"), &mine, "eth0", wanted).unwrap_or_default()
         };
         let text = told(&["fd00:9::2"], Some(Family::V6));
         let parts = ["has an IPv4 address", "eth0 of this host an IPv6 one", "NCCL_SOCKET_FAMILY is AF_INET6 here"];

@@ -87,10 +87,10 @@ impl Dial {
                     transcript.add(said);
                     transcript.add(&state.input);
                     state.input.clear();
-                    let (wish, secret) = self.purpose.wish(state.epoch, state.tries)?;
+                    let (intent, secret) = self.purpose.intent(state.epoch, state.tries)?;
                     let is_called = theirs.features & FEATURE_RECOVERY != 0;
                     let rails = if is_called { self.purpose.addresses(&self.net) } else { Vec::new() };
-                    let hello = Hello { wish, nonce: nonce()?, label: self.net.label.clone(), rails };
+                    let hello = Hello { intent, nonce: nonce()?, label: self.net.label.clone(), rails };
                     let mut bytes = hello.seal(&secret, &mut transcript).to_vec();
                     let encrypted = is_encrypted(theirs.features, self.net.features());
                     let mut offered = None;

@@ -8,7 +8,7 @@ use super::{Begin, Dial, MANY, NO_DEADLINE, SELDOM};
 use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::session::handshake::{CLOSED, Secret, Wish};
+use crate::session::handshake::{CLOSED, Intent, Secret};
 use crate::session::lifeline::Answer;
 use crate::session::link::Sock;
 use crate::session::net::Net;
@@ -149,10 +149,10 @@ impl Purpose for Join {
         self.conn()?.segment(pair)
     }
 
-    fn wish(&self, epoch: u16, _tries: u32) -> Result<(Wish, Secret)> {
+    fn intent(&self, epoch: u16, _tries: u32) -> Result<(Intent, Secret)> {
         let conn = self.conn().ok_or_else(closed)?;
         let link = conn.link();
-        Ok((Wish::Join { connection: link.connection, stream: self.index as u16, epoch }, link.key.clone()))
+        Ok((Intent::Join { connection: link.connection, stream: self.index as u16, epoch }, link.key.clone()))
     }
 
     fn register_socket(&self, sock: &Sock) -> Result<Option<Registration>> {

@@ -8,7 +8,7 @@ use crate::engine::poller::Registration;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
-use crate::session::handshake::{Secret, Welcome, Wish};
+use crate::session::handshake::{Intent, Secret, Welcome};
 use crate::session::lifeline::Answer;
 use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
@@ -132,7 +132,7 @@ pub(super) trait Purpose: Send + Sync {
     ///
     /// # Errors
     /// When the connection is gone.
-    fn wish(&self, epoch: u16, tries: u32) -> Result<(Wish, Secret)>;
+    fn intent(&self, epoch: u16, tries: u32) -> Result<(Intent, Secret)>;
 
     /// The addresses of this process that the hello names.
     fn addresses(&self, _net: &Net) -> Vec<SocketAddr> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::purpose::{Proved, Purpose, Reached, Route, between};
 use super::{Begin, Dial, NO_DEADLINE};
 use crate::os::error::{Error, Result};
-use crate::session::handshake::{Secret, Wish};
+use crate::session::handshake::{Intent, Secret};
 use crate::session::lifeline::Answer;
 use crate::session::net::Net;
 use crate::session::owner::{ConnectingSide, Joined};
@@ -66,10 +66,10 @@ impl Purpose for Resume {
         self.conn().ok()?.link().traffic_class
     }
 
-    fn wish(&self, epoch: u16, _tries: u32) -> Result<(Wish, Secret)> {
+    fn intent(&self, epoch: u16, _tries: u32) -> Result<(Intent, Secret)> {
         let conn = self.conn()?;
         let link = conn.link();
-        Ok((Wish::Join { connection: link.connection, stream: 0, epoch }, link.key.clone()))
+        Ok((Intent::Join { connection: link.connection, stream: 0, epoch }, link.key.clone()))
     }
 
     fn reached(&self, _net: &Arc<Net>, proved: Proved) -> Result<Reached> {

@@ -21,17 +21,17 @@ use crate::tcp::stream::{READ, Step, WRITE};
 
 impl RecvConn {
     #[inline(always)]
-    pub(super) fn step(&self, index: usize, io: &mut Io, wishes: u8) -> Step<Broken> {
+    pub(super) fn step(&self, index: usize, io: &mut Io, work: u8) -> Step<Broken> {
         let mut moved = false;
         let mut more = false;
-        if wishes & READ != 0 {
+        if work & READ != 0 {
             match self.read(index, io) {
                 Ok((read, left)) => (moved, more) = (read, left),
                 Err(why) => return Step::Broken(why),
             }
         }
         let silent = !io.ack_due && io.sent == io.out.len();
-        if wishes & WRITE == 0 && silent && !self.own.mail.load(Ordering::Relaxed) {
+        if work & WRITE == 0 && silent && !self.own.mail.load(Ordering::Relaxed) {
             return if more { Step::More } else { Step::Settled(moved) };
         }
         match self.write(index, io) {

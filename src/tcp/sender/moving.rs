@@ -37,20 +37,19 @@ impl Io {
 
 impl SendConn {
     #[inline(always)]
-    pub(super) fn step(&self, index: usize, io: &mut Io, wishes: u8, wake: &mut u64) -> Step<Broken> {
+    pub(super) fn step(&self, index: usize, io: &mut Io, mut work: u8, wake: &mut u64) -> Step<Broken> {
         let mut moved = false;
         let mut share = SEND_SHARE;
-        let mut wishes = wishes;
         loop {
-            // The thread that requests a poll may have made more ready since the present piece was taken.
-            io.more |= wishes & WRITE != 0;
-            if wishes & (WRITE | SEND) != 0 {
+            // The thread that left this work may have made more ready since the present piece was taken.
+            io.more |= work & WRITE != 0;
+            if work & (WRITE | SEND) != 0 {
                 match self.write(index, io, &mut share) {
                     Ok(more) => moved |= more,
                     Err(why) => return Step::Broken(why),
                 }
             }
-            if wishes & READ == 0 {
+            if work & READ == 0 {
                 return if share == 0 { Step::More } else { Step::Settled(moved) };
             }
             let read = match self.read(index, io, wake) {
@@ -65,7 +64,7 @@ impl SendConn {
                 return Step::Settled(moved);
             }
             // Something came back: credit or a clear-to-send may have made more ready.
-            wishes = READ | WRITE;
+            work = READ | WRITE;
         }
     }
 

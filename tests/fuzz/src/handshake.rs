@@ -1,7 +1,7 @@
 //! Every message of the handshake, from a stranger (raw bytes) and from a peer that holds the secret (sealed bytes).
 
 use super::Input;
-use towline::session::handshake::{HELLO, Hello, PREAMBLE, Preamble, Secret, Transcript, WELCOME, Welcome, Wish};
+use towline::session::handshake::{HELLO, Hello, Intent, PREAMBLE, Preamble, Secret, Transcript, WELCOME, Welcome};
 
 /// Runs one input.
 pub fn run(data: &[u8]) {
@@ -50,13 +50,13 @@ fn text(input: &mut Input<'_>) -> String {
 fn hello(input: &mut Input<'_>) {
     let (kind, connection) = (input.below(3), input.number());
     let (stream, epoch) = (input.number() as u16, input.number() as u16);
-    let wish = match kind {
-        0 => Wish::Connect { listener: connection },
-        1 => Wish::Join { connection, stream, epoch },
-        _ => Wish::Call { connection, stream, epoch },
+    let intent = match kind {
+        0 => Intent::Connect { listener: connection },
+        1 => Intent::Join { connection, stream, epoch },
+        _ => Intent::Call { connection, stream, epoch },
     };
     let rails = (0..input.below(20)).map(|_| rail(input)).collect();
-    let hello = Hello { wish, nonce: input.bytes(), label: text(input), rails };
+    let hello = Hello { intent, nonce: input.bytes(), label: text(input), rails };
     let said: [u8; 8] = input.bytes();
     let transcript = || {
         let mut transcript = Transcript::new();
@@ -65,7 +65,7 @@ fn hello(input: &mut Input<'_>) {
     };
     let mut bytes = hello.seal(&secret(), &mut transcript());
     let read = Hello::decode(&bytes).expect("what we wrote can be read");
-    assert_eq!((read.wish, read.nonce), (hello.wish, hello.nonce));
+    assert_eq!((read.intent, read.nonce), (hello.intent, hello.nonce));
     assert_eq!(read.rails, hello.rails[..hello.rails.len().min(16)]);
     assert!(is_plain(&read.label));
     assert!(Hello::verify(&bytes, &secret(), &mut transcript()));

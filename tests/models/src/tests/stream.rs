@@ -1,4 +1,4 @@
-//! A stream changes hands without waiting, and no wish is lost.
+//! A stream changes hands without waiting, and no work is lost.
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
@@ -98,7 +98,7 @@ fn what_is_posted_by_two_threads_while_a_third_has_the_stream_is_moved() {
     });
 }
 
-/// A thread that waits for the stream (`with_io`) serves no other thread's request, but leaves none behind either.
+/// A thread that waits for the stream (`with_io`) does no other thread's work, but leaves none behind either.
 #[test]
 fn what_is_posted_while_another_thread_looks_is_moved_or_left_to_the_worker() {
     loom::model(|| {
