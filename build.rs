@@ -1,5 +1,5 @@
-//! Two things that Cargo does not do by itself: the file names under which NCCL looks for a network plugin, and the linker
-//! flag that keeps the library mapped.
+//! Two things that Cargo does not do by itself: the file names under which NCCL looks for a network plugin, and the
+//! linker flag that keeps the library mapped.
 
 use std::env;
 use std::fs;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 const PLUGIN_NAMES: [&str; 2] = ["libnccl-net.so", "libnccl-net-towline.so"];
 
 /// The file that Cargo builds, seen from the profile directory. A library's name cannot have a hyphen, hence the links.
-/// They do not lead to the copy that `cargo build` lays beside them: `cargo run` and `cargo test` neither make that copy
-/// nor refresh an old one, but every command refreshes this one.
+/// They do not lead to the copy that `cargo build` lays beside them: `cargo run` and `cargo test` neither make that
+/// copy nor refresh an old one, but every command refreshes this one.
 const ARTEFACT: &str = "deps/libtowline.so";
 
 fn main() {

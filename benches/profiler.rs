@@ -7,8 +7,8 @@
 //! `valgrind --tool=callgrind --toggle-collect='*counted*'` with `TOWLINE_BENCH_COUNT` set to a part of a benchmark's
 //! name, that one runs [`COUNT`] times and nothing else is counted.
 //!
-//! `TOWLINE_BENCH_WRITER=trace,summary` (or what else `TOWLINE_PROFILE` takes) asks instead how much the writer takes in:
-//! transfers are told without a pause for [`SECONDS`], and what was not refused is counted.
+//! `TOWLINE_BENCH_WRITER=trace,summary` (or what else `TOWLINE_PROFILE` takes) asks instead how much the writer takes
+//! in: transfers are told without a pause for [`SECONDS`], and what was not refused is counted.
 
 use std::ffi::{c_int, c_void};
 use std::hint::black_box;
@@ -207,8 +207,8 @@ impl Transport {
         }
     }
 
-    /// The same where another thread moves it and notes that, as workers do: how long NCCL's thread takes in all for `count`
-    /// requests that it finds done.
+    /// The same where another thread moves it and notes that, as workers do: how long NCCL's thread takes in all for
+    /// `count` requests that it finds done.
     fn moved_by_another(&self, handle: *mut c_void, count: u64) -> Duration {
         let length = LENGTH * u64::from(PARTS);
         let next = AtomicU64::new(0);

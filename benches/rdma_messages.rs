@@ -1,19 +1,19 @@
-//! Messages through any plugin's table between two RDMA devices, for `benches/rdma_compare.sh`, which runs it in the RDMA
-//! test machine.
+//! Messages through any plugin's table between two RDMA devices, for `benches/rdma_compare.sh`, which runs it in the
+//! RDMA test machine.
 //!
 //!     rdma_messages count PLUGIN SIZE PARTS MESSAGES
 //!     rdma_messages idle PLUGIN SIZE PARTS CALLS
 //!     rdma_messages groups PLUGIN SIZE PARTS MESSAGES
 //!
-//! `count` is for a program that counts instructions or system calls: both ends take turns in one thread, and each waits
-//! until the other has come so far that its next call finds what it needs. So a message costs the calls that it cannot do
-//! without, the same in every run: a receive, its sends, and a test that says done for each. Under
-//! `valgrind --tool=callgrind --toggle-collect='*counted*'` only these calls count.
+//! `count` is for a program that counts instructions or system calls: both ends take turns in one thread, and each
+//! waits until the other has come so far that its next call finds what it needs. So a message costs the calls that it
+//! cannot do without, the same in every run: a receive, its sends, and a test that says done for each. Under `valgrind
+//! --tool=callgrind --toggle-collect='*counted*'` only these calls count.
 //!
 //! `idle` tests a receive whose messages do not come, so many times.
 //!
-//! `groups` moves messages in groups of PARTS, which one receive takes, each part with a tag of its own; two groups are in
-//! flight. Prints the bandwidth in MB/s.
+//! `groups` moves messages in groups of PARTS, which one receive takes, each part with a tag of its own; two groups are
+//! in flight. Prints the bandwidth in MB/s.
 
 #[path = "../tests/support/pair.rs"]
 #[allow(dead_code, unreachable_pub, reason = "tests use all of it")]
@@ -30,8 +30,8 @@ const AHEAD: usize = 2;
 /// What the slowest emulated machine moves in a second, to wait long enough.
 const BYTES_PER_SECOND: u64 = 10_000_000;
 
-/// How long a line or a short message takes at most; so short that a plugin's own thread seldom does its work meanwhile,
-/// which would not be counted.
+/// How long a line or a short message takes at most; so short that a plugin's own thread seldom does its work
+/// meanwhile, which would not be counted.
 const A_WHILE: Duration = Duration::from_micros(200);
 
 #[inline(never)]

@@ -8,9 +8,10 @@
 //! - `init` gives no logger, and there is no finalize. It joins the contexts of NCCL that live in the process.
 //! - `irecv` finds an `int` where it reads a `size_t`: only the lower half is a size.
 //! - FlagCX ignores the results of `listen`, `isend`, `irecv`, `test` and the closes, and calls again after an error of
-//!   `connect` or `accept`. So it waits for ever for a request that has failed, and for a peer that died before it connected.
-//!   Only the log can inform the user (`guard`).
-//! - Its buffers are host memory where a device offers nothing else, and it does not flush them. Nothing else is offered.
+//!   `connect` or `accept`. So it waits for ever for a request that has failed, and for a peer that died before it
+//!   connected. Only the log can inform the user (`guard`).
+//! - Its buffers are host memory where a device offers nothing else, and it does not flush them. Nothing else is
+//!   offered.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -29,8 +30,8 @@ use crate::plugin::facade;
 use crate::plugin::handle::ShortHandle;
 
 /// The table that FlagCX loads.
-// SAFETY: the symbol is FlagCX's name for exactly this type, and nothing else in the process defines it in this library's
-// scope.
+// SAFETY: the symbol is FlagCX's name for exactly this type, and nothing else in the process defines it in this
+// library's scope.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals, reason = "FlagCX's name")]
 pub(crate) static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Table(flagcxNetAdaptor_v1_t {
@@ -45,7 +46,8 @@ pub(crate) static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Tabl
     closeRecv: Some(v4::close_recv::<FLAGCX>),
     closeListen: Some(v4::close_listen::<FLAGCX>),
     regMr: Some(reg_mr),
-    // With FLAGCX_DMABUF_ENABLE=1 FlagCX calls it without a look: a refusal ends the operation, NULL would end the process.
+    // With FLAGCX_DMABUF_ENABLE=1 FlagCX calls it without a look: a refusal ends the operation, NULL would end the
+    // process.
     regMrDmaBuf: Some(reg_mr_dmabuf),
     deregMr: Some(v4::dereg_mr::<FLAGCX>),
     isend: Some(v10::isend::<FLAGCX>),
@@ -131,7 +133,8 @@ unsafe extern "C" fn accept(listen_comm: *mut c_void, recv_comm: *mut *mut c_voi
 /// The bytes of a connection handle that are ours.
 ///
 /// # Safety
-/// `at` is null or valid for reading and writing 56 bytes, which no other thread uses until the call from FlagCX returns.
+/// `at` is null or valid for reading and writing 56 bytes, which no other thread uses until the call from FlagCX
+/// returns.
 unsafe fn short_handle<'a>(at: *mut c_void) -> Result<&'a mut ShortHandle> {
     // SAFETY: exclusive and long enough by this function's own contract; bytes have no alignment.
     let bytes = unsafe { at.cast::<ShortHandle>().as_mut() };
@@ -175,8 +178,8 @@ unsafe extern "C" fn reg_mr_dmabuf(
     unsafe { v4::register::<FLAGCX>("regMrDmaBuf", mhandle, refuse) }
 }
 
-/// A size as FlagCX gives it to `irecv`: an `int` (`stepSize` of its `flagcxProxySubArgs`) behind a pointer to `size_t`.
-/// After the `int` comes padding.
+/// A size as FlagCX gives it to `irecv`: an `int` (`stepSize` of its `flagcxProxySubArgs`) behind a pointer to
+/// `size_t`. After the `int` comes padding.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct PaddedInt(usize);

@@ -42,15 +42,17 @@ fn tell(call: &'static str, error: &Error) {
     }
 }
 
-/// The calls after whose failure FlagCX waits for ever. It ignores the results of `listen`, `isend`, `irecv` and `test`. After
-/// an error of `connect` or `accept` its service thread calls again, and the thread that waits for the connection continues to
-/// wait.
+/// The calls after whose failure FlagCX waits for ever. It ignores the results of `listen`, `isend`, `irecv` and
+/// `test`. After an error of `connect` or `accept` its service thread calls again, and the thread that waits for the
+/// connection continues to wait.
 const AWAITED: [&str; 6] = ["listen", "connect", "accept", "isend", "irecv", "test"];
 
-/// For FlagCX, which repeats a call that failed. The same failure is logged once, or it would flood the log. It also goes to
-/// standard error, since NCCL's logger may print no warnings, and the user learns nowhere else that the job stands still.
+/// For FlagCX, which repeats a call that failed. The same failure is logged once, or it would flood the log. It also
+/// goes to standard error, since NCCL's logger may print no warnings, and the user learns nowhere else that the job
+/// stands still.
 fn tell_where_nobody_reads(call: &'static str, error: &Error) {
-    /// A request failed, and the log has the reason. FlagCX tests the request again; the next error says only that it is over.
+    /// A request failed, and the log has the reason. FlagCX tests the request again; the next error says only that it
+    /// is over.
     static FAILED: AtomicBool = AtomicBool::new(false);
     if call == "test" && FAILED.swap(true, Ordering::Relaxed) && error.cause() == Cause::Usage {
         return;

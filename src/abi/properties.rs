@@ -73,11 +73,12 @@ const NCCLS_OWN: f32 = 0.0;
 /// The latency that NCCL 2.13 to 2.18 and NCCL 2.19 get. Later releases use a later version of the interface.
 ///
 /// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
-/// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a larger
-/// one leads to trees instead of rings, and to LL instead of Simple. Both send fewer messages, and one thread of NCCL's
-/// handles those of all channels. At 0, rings begin at 256 KiB in 2.18 and at 128 KiB in 2.19: there all-reduces took twice
-/// as long as over Socket. NCCL 2.19 counts twice as much as 2.18 for a tree's step with Simple, so it keeps LL at 32 KiB
-/// anyway. More than 7 µs makes 2.18 do so, too, which takes 1.2 to 1.4 times as long (two H200, `benches/nccl_networks.sh`).
+/// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a
+/// larger one leads to trees instead of rings, and to LL instead of Simple. Both send fewer messages, and one thread of
+/// NCCL's handles those of all channels. At 0, rings begin at 256 KiB in 2.18 and at 128 KiB in 2.19: there all-reduces
+/// took twice as long as over Socket. NCCL 2.19 counts twice as much as 2.18 for a tree's step with Simple, so it keeps
+/// LL at 32 KiB anyway. More than 7 µs makes 2.18 do so, too, which takes 1.2 to 1.4 times as long (two H200,
+/// `benches/nccl_networks.sh`).
 ///
 /// All ranks must get the same value, or they choose differently and the job hangs: these are constants.
 const LATENCY_V6: f32 = 2.0;

@@ -61,8 +61,8 @@ fn null_where_a_value_is_needed_is_an_argument_error_in_every_version() {
     each_version!(check);
 }
 
-/// After a connection that could not be made, an abort closes null in its place and gives back null registrations. NCCL stops
-/// at an error: it would leave the connections behind that one open, and their peers waiting.
+/// After a connection that could not be made, an abort closes null in its place and gives back null registrations. NCCL
+/// stops at an error: it would leave the connections behind that one open, and their peers waiting.
 #[test]
 fn what_never_came_about_can_be_closed_in_every_version() {
     let closed = |code| assert_eq!(code, crate::nccl::ffi::ncclSuccess);

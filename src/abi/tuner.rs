@@ -1,12 +1,13 @@
 //! NCCL's tuner interface, v2 to v6: the adapter between its C tables and [`crate::plugin::tuning`].
 //!
 //! NCCL 2.20 and later look for a tuner in the network plugin's library when `NCCL_TUNER_PLUGIN` names none, so these
-//! tables load in every process that uses Towline. NCCL has one tuner for all communicators of the process, also for those of
-//! one node or over another network. `init` settles whether a communicator gets advice, because later the process may
-//! have other communicators than the processes of the other ranks. From then on an answer depends on the query alone.
+//! tables load in every process that uses Towline. NCCL has one tuner for all communicators of the process, also for
+//! those of one node or over another network. `init` settles whether a communicator gets advice, because later the
+//! process may have other communicators than the processes of the other ranks. From then on an answer depends on the
+//! query alone.
 //!
-//! The context is that, with the number of ranks and nodes, dressed as a pointer: nothing is allocated and nothing can be
-//! stale.
+//! The context is that, with the number of ranks and nodes, dressed as a pointer: nothing is allocated and nothing can
+//! be stale.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -123,8 +124,8 @@ unsafe extern "C" fn init_v5(
     unsafe { init(Some(comm), Shape { ranks, nodes }, context) }
 }
 
-/// NCCL 2.20 and 2.21 take the number of channels as it is, also when it is more than the communicator has. It has two at
-/// least.
+/// NCCL 2.20 and 2.21 take the number of channels as it is, also when it is more than the communicator has. It has two
+/// at least.
 const CHANNELS_MAX_V2: u32 = 2;
 
 unsafe extern "C" fn get_coll_info_v2(

@@ -1,7 +1,7 @@
 //! v9 of the net interface, loaded by NCCL 2.24 and 2.25.
 //!
-//! New against v8: messages of `size_t`, virtual devices (which are not offered here), and in the properties the members, the
-//! largest messages and whether receives must be flushed. `irecv` may find a hint in `*request` (see
+//! New against v8: messages of `size_t`, virtual devices (which are not offered here), and in the properties the
+//! members, the largest messages and whether receives must be flushed. `irecv` may find a hint in `*request` (see
 //! `NCCL_NET_OPTIONAL_RECV_COMPLETION`), which we overwrite.
 
 use super::properties::get_properties;

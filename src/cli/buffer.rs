@@ -118,8 +118,8 @@ impl Buffer {
         device.as_ref().map_or(Ok(()), |(memory, _)| memory.read(range.start, &mut host.bytes_mut()[range]))
     }
 
-    /// Registers all of it: GPU memory through DMA-BUF where the device and the driver can, else by its address, as NCCL
-    /// does.
+    /// Registers all of it: GPU memory through DMA-BUF where the device and the driver can, else by its address, as
+    /// NCCL does.
     pub(crate) fn register(&self, comm: &impl Registers) -> Result<Mr> {
         let registering = |code: Code| code.while_doing("registering memory");
         let Some((memory, on)) = &self.device else {

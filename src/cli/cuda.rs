@@ -194,7 +194,8 @@ impl GpuMemory {
         self.gpu.enter()?;
         let mut fd: c_int = -1;
         let bytes = self.len.next_multiple_of(PAGE);
-        // SAFETY: the range lies within the allocation, at multiples of the page size; there is room for the descriptor.
+        // SAFETY: the range lies within the allocation, at multiples of the page size; there is room for the
+        // descriptor.
         let code = unsafe { export((&raw mut fd).cast(), self.start, bytes, DMA_BUF_FD, 0) };
         self.gpu.driver.check("exporting GPU memory as a DMA-BUF", code)?;
         // SAFETY: a descriptor that is ours now.

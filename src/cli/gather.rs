@@ -1,5 +1,5 @@
-//! The states of a job's processes, for `towline why` and `towline top`: from their state files, and fresher from the control
-//! sockets of those on this host; or over TCP.
+//! The states of a job's processes, for `towline why` and `towline top`: from their state files, and fresher from the
+//! control sockets of those on this host; or over TCP.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -22,7 +22,8 @@ pub(crate) struct Place {
     /// The directory of the state files [default: TOWLINE_STATE_DIR, else this user's processes on this host]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Ask the processes of these hosts over TCP (TOWLINE_STATUS_LISTEN, TOWLINE_KEY_FILE), instead of reading a directory
+    /// Ask the processes of these hosts over TCP (TOWLINE_STATUS_LISTEN, TOWLINE_KEY_FILE), instead of reading a
+    /// directory
     #[arg(long, value_name = "HOST[:PORT],…", value_delimiter = ',', conflicts_with = "dir")]
     host: Vec<String>,
 }
@@ -52,8 +53,8 @@ impl Place {
         format!("in {}", self.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string()))
     }
 
-    /// All processes that have left a state there, or that answer. It takes up to five seconds when one of another host has no
-    /// heartbeat.
+    /// All processes that have left a state there, or that answer. It takes up to five seconds when one of another host
+    /// has no heartbeat.
     ///
     /// # Errors
     /// When the directory cannot be read, or hosts are to be queried and there is no key.

@@ -60,8 +60,8 @@ pub(crate) fn run(_: &Options) -> Result<Verdict> {
     Ok(Verdict::Good)
 }
 
-/// The two lines, for any POSIX shell. An `LD_LIBRARY_PATH` that is empty gets no empty entry, which would stand for the
-/// current directory.
+/// The two lines, for any POSIX shell. An `LD_LIBRARY_PATH` that is empty gets no empty entry, which would stand for
+/// the current directory.
 fn exports(dir: &Path) -> Vec<u8> {
     let quoted = dir.as_os_str().as_bytes().split(|&byte| byte == b'\'').collect::<Vec<_>>().join(&br"'\''"[..]);
     let after = b"'${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}\nexport NCCL_NET=Towline\n";

@@ -25,8 +25,8 @@ static CLOSED: AtomicBool = AtomicBool::new(false);
 /// Rust's runtime opens /dev/null in place of a closed standard output before `main`; the initialisers of a program run
 /// before that.
 #[used]
-// SAFETY: the section holds addresses of functions in C's convention, which the C runtime calls once; that it gives them
-// arguments does not matter to one that takes none.
+// SAFETY: the section holds addresses of functions in C's convention, which the C runtime calls once; that it gives
+// them arguments does not matter to one that takes none.
 #[unsafe(link_section = ".init_array")]
 static LOOK: extern "C" fn() = {
     extern "C" fn look() {
@@ -74,7 +74,8 @@ pub(crate) fn write_json(file: Option<&Path>, results: &impl Serialize) -> Resul
     fs::write(file, text + "\n").map_err(|error| writing(file, &error))
 }
 
-/// Writes to standard output at once. Ends the program when the reader of a pipe has gone, or the output cannot be written.
+/// Writes to standard output at once. Ends the program when the reader of a pipe has gone, or the output cannot be
+/// written.
 pub(crate) fn print(text: impl AsRef<[u8]>) {
     let mut stdout = io::stdout().lock();
     check_written(stdout.write_all(text.as_ref()).and_then(|()| stdout.flush()));

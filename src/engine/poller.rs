@@ -5,8 +5,9 @@
 //! calls the same function in three cases: the kernel reports readiness, a thread kicks the source, or the time that
 //! the source requested has arrived.
 //!
-//! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
-//!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN), because the next chunk usually follows at once.
+//! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing happens.
+//!   After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN),
+//!   because the next chunk usually follows at once.
 //! - A worker that polls without finding anything does overdue work of another (`stealing`).
 //! - One worker, the **control thread**, does the rare work: handshakes, fallbacks for streams that NCCL's thread
 //!   polls, deadlines.
@@ -400,9 +401,10 @@ impl Poller {
         Ok(self.control_thread.get().expect("set above"))
     }
 
-    /// A data worker for one more source. A worker without any source comes first, then a new thread while fewer than the
-    /// limit run, then the least loaded worker. Of several equally loaded ones, it is the one that `turn` points at or the
-    /// next. Owners pass different turns, so that their first sources, which have the most work, do not share a worker.
+    /// A data worker for one more source. A worker without any source comes first, then a new thread while fewer than
+    /// the limit run, then the least loaded worker. Of several equally loaded ones, it is the one that `turn` points at
+    /// or the next. Owners pass different turns, so that their first sources, which have the most work, do not share a
+    /// worker.
     ///
     /// # Errors
     /// When the first thread cannot be created. If a later one cannot, an existing worker is used.

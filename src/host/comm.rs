@@ -21,8 +21,8 @@ use crate::nccl::ffi;
 /// How long `post` waits for a free request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// For a thread that polls the plugin: yields to other threads; from a millisecond after `start` on, sleeps 100 µs instead. What
-/// takes longer waits for a network or for another process, which may need this processor.
+/// For a thread that polls the plugin: yields to other threads; from a millisecond after `start` on, sleeps 100 µs
+/// instead. What takes longer waits for a network or for another process, which may need this processor.
 pub fn give_way(start: Instant) {
     if start.elapsed() < Duration::from_millis(1) {
         std::thread::yield_now();

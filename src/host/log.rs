@@ -6,9 +6,9 @@
 //! a call to such a function does, each kind in its own order. So the right number of each can be taken while walking
 //! through the format.
 //!
-//! Limits: at most 12 integer or pointer arguments and 8 floating-point ones (further conversions
-//! are shown as written), no `long double`, no `%n` and no positional arguments (`%1$s`). Reading a slot that the caller
-//! did not fill yields a meaningless number, never a fault: it lies in the caller's own stack frame.
+//! Limits: at most 12 integer or pointer arguments and 8 floating-point ones (further conversions are shown as
+//! written), no `long double`, no `%n` and no positional arguments (`%1$s`). Reading a slot that the caller did not
+//! fill yields a meaningless number, never a fault: it lies in the caller's own stack frame.
 //!
 //! Guarantees: whatever the format, this never fails and never calls back into the plugin.
 

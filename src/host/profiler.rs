@@ -1,9 +1,9 @@
 //! The profiler half of NCCL's core, for the command line. It drives the profiler in the plugin's own library, so that
 //! a run without GPUs leaves the traces, tables and metrics that a training job would.
 //!
-//! As in NCCL, a collective has one operation per neighbour, an operation a step per message, and each message carries a
-//! handle under which the network plugin reports its parts. It uses only one version (v6, NCCL 2.29 and 2.30).
-//! One thread drives it, as NCCL's proxy thread does.
+//! As in NCCL, a collective has one operation per neighbour, an operation a step per message, and each message carries
+//! a handle under which the network plugin reports its parts. It uses only one version (v6, NCCL 2.29 and 2.30). One
+//! thread drives it, as NCCL's proxy thread does.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;

@@ -37,9 +37,9 @@ pub const FLAG_RESEND: u32 = 1 << 1;
 /// everything, the stop follows at once and without an update.
 pub(crate) const FLAG_ENDED: u32 = 1 << 2;
 
-/// [`NetEvent::flags`], from this bit on, eight bits: how many further parts of the same transfer lie behind this one in
-/// memory, one after another. Only in a start, of parts that have all ended, and only for [`Reader::Patient`], which takes
-/// each for an event of its own; a stop follows for all of them.
+/// [`NetEvent::flags`], from this bit on, eight bits: how many further parts of the same transfer lie behind this one
+/// in memory, one after another. Only in a start, of parts that have all ended, and only for [`Reader::Patient`], which
+/// takes each for an event of its own; a stop follows for all of them.
 pub(crate) const MORE_SHIFT: u32 = 8;
 
 /// The most parts that one start brings.
@@ -51,8 +51,8 @@ pub(crate) const CARRIER_SOCKET: u32 = 1;
 /// [`NetEvent::carrier`]: a queue pair; all fields below have the meaning of NCCL's descriptor for IB.
 pub(crate) const CARRIER_QUEUE_PAIR: u32 = 2;
 
-/// [`NetEvent::offset`] when it is not known: the receiving side of several queue pairs learns how much each brought, not
-/// where it belongs.
+/// [`NetEvent::offset`] when it is not known: the receiving side of several queue pairs learns how much each brought,
+/// not where it belongs.
 pub const SOMEWHERE: u64 = u64::MAX;
 
 /// [`NetEvent::rail`] and [`NetEvent::stream`] when a part stands for several of them.
@@ -74,11 +74,11 @@ pub struct NetEvent {
     pub offset: u64,
     /// How long the part is, in bytes.
     pub length: u64,
-    /// Which rail (network interface, NIC) carried it. [`SEVERAL`] of a part that stands for the rest of a transfer, when
-    /// the connection has several.
+    /// Which rail (network interface, NIC) carried it. [`SEVERAL`] of a part that stands for the rest of a transfer,
+    /// when the connection has several.
     pub rail: u16,
-    /// Which stream or queue pair of the connection carried it. [`SEVERAL`] as for the rail, and of a part that stands for
-    /// several chunks of one rail ([`Reader::Sums`]).
+    /// Which stream or queue pair of the connection carried it. [`SEVERAL`] as for the rail, and of a part that stands
+    /// for several chunks of one rail ([`Reader::Sums`]).
     pub stream: u16,
     /// How often parts of it had to be sent again.
     pub retransmissions: u32,
@@ -95,9 +95,9 @@ pub struct NetEvent {
     pub wait_receiver_ns: u64,
     /// How long it waited for room in the socket, in nanoseconds.
     pub wait_socket_ns: u64,
-    /// How long it waited for credit (eager window, unacknowledged-bytes limit, entries of a queue pair's send queue), in
-    /// nanoseconds. As with the wait for the receiver, only the first part has it. How long later parts waited, for a stream
-    /// whose window was full or behind parts before them, is not reported.
+    /// How long it waited for credit (eager window, unacknowledged-bytes limit, entries of a queue pair's send queue),
+    /// in nanoseconds. As with the wait for the receiver, only the first part has it. How long later parts waited, for
+    /// a stream whose window was full or behind parts before them, is not reported.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
     pub wire_ns: u64,
@@ -109,8 +109,8 @@ pub struct NetEvent {
     pub opcode: i32,
     /// The queue pair's number.
     pub queue_pair: i32,
-    /// How long before this call it happened, in nanoseconds, at most 4.29 s: in a start, that the part began; in an update,
-    /// that it ended.
+    /// How long before this call it happened, in nanoseconds, at most 4.29 s: in a start, that the part began; in an
+    /// update, that it ended.
     pub ago_ns: u32,
 }
 
@@ -141,8 +141,8 @@ pub struct NetSum {
     pub send: bool,
 }
 
-/// The data of an event with [`PLUGIN_ID_SUM`]. The reader reports here whether it takes the data, and declines the event
-/// itself. Nothing about it follows later, so a stop would be a useless call.
+/// The data of an event with [`PLUGIN_ID_SUM`]. The reader reports here whether it takes the data, and declines the
+/// event itself. Nothing about it follows later, so a stop would be a useless call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NetSumNews {
@@ -164,8 +164,8 @@ pub enum Reader {
     Hasty = 1,
     /// The profiler of this library alone: it goes by the times in the events.
     Patient = 2,
-    /// The same, and it draws nothing: it adds up what each rail carried. So the bytes of a transfer on one rail may be one
-    /// part, however many streams took them. The data about a transfer's only part is a [`NetSum`].
+    /// The same, and it draws nothing: it adds up what each rail carried. So the bytes of a transfer on one rail may be
+    /// one part, however many streams took them. The data about a transfer's only part is a [`NetSum`].
     Sums = 3,
 }
 

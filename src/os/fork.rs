@@ -8,9 +8,9 @@
 //! Guarantees:
 //! - The child's handler takes no lock and allocates nothing. It only calls `close`.
 //! - A descriptor is opened and registered, or unregistered and closed, inside a [`Section`]. A fork waits until no
-//!   thread is in a section, so the child's copy of the registry names exactly the descriptors that it inherited.
-//!   The wait is bounded (`PATIENCE`). If it times out, the child may keep a descriptor, but never closes one of another owner,
-//!   because a descriptor is unregistered before it is closed.
+//!   thread is in a section, so the child's copy of the registry names exactly the descriptors that it inherited. The
+//!   wait is bounded (`PATIENCE`). If it times out, the child may keep a descriptor, but never closes one of another
+//!   owner, because a descriptor is unregistered before it is closed.
 //! - Close-on-exec covers what the handler cannot: `vfork` and `posix_spawn` run no handlers and soon call `exec`.
 //!
 //! A raw `clone` system call or `_Fork` runs no handlers either; such a child keeps Towline's descriptors.

@@ -28,7 +28,8 @@ pub(crate) fn current() -> Option<Gpu> {
     type AddressOf = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
     // SAFETY: RTLD_NOLOAD only finds what the process has loaded already, so that no initialiser runs.
     let library = unsafe { Library::open(Some(LIBRARY), RTLD_LAZY | libc::RTLD_NOLOAD) }.ok()?;
-    // SAFETY: the type of the function of this name in the documentation of CUDA's driver API; the library stays open meanwhile.
+    // SAFETY: the type of the function of this name in the documentation of CUDA's driver API; the library stays open
+    // meanwhile.
     let of_context = unsafe { library.get::<OfContext>(b"cuCtxGetDevice\0") }.ok()?;
     // SAFETY: as above.
     let address_of = unsafe { library.get::<AddressOf>(b"cuDeviceGetPCIBusId\0") }.ok()?;

@@ -58,7 +58,8 @@ pub(crate) fn driver(name: &str) -> Option<String> {
         *to = from as c_char;
     }
     request.ifr_ifru.ifru_data = (&raw mut info).cast();
-    // SAFETY: the kernel reads `request` and writes at most a `struct ethtool_drvinfo` to `info`; both outlive the call.
+    // SAFETY: the kernel reads `request` and writes at most a `struct ethtool_drvinfo` to `info`; both outlive the
+    // call.
     let answer = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut request) };
     if answer != 0 {
         return None;

@@ -93,7 +93,8 @@ fn keep_mapped(address: *const c_void) {
     if unsafe { libc::dladdr(address, &raw mut place) } == 0 || place.dli_fname.is_null() {
         return;
     }
-    // SAFETY: the name is a C string of the dynamic linker. With RTLD_NOLOAD nothing is loaded, and no constructor runs.
+    // SAFETY: the name is a C string of the dynamic linker. With RTLD_NOLOAD nothing is loaded, and no constructor
+    // runs.
     let library = unsafe { libc::dlopen(place.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
     if !library.is_null() {
         // SAFETY: the handle is from dlopen just now. The library stays, by RTLD_NODELETE.

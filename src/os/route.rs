@@ -59,8 +59,8 @@ pub(crate) fn egress(from: IpAddr, index: u32, to: IpAddr) -> Egress {
     )
 }
 
-/// The rule of [`egress`]. `usual`: the kernel's choice. `over`: its choice for a socket that is bound to the interface.
-/// `are_apart`: whether answers come back over the interface, and not over the one with this index.
+/// The rule of [`egress`]. `usual`: the kernel's choice. `over`: its choice for a socket that is bound to the
+/// interface. `are_apart`: whether answers come back over the interface, and not over the one with this index.
 fn decide(
     index: u32,
     usual: Option<Route>,

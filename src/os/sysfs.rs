@@ -6,10 +6,11 @@
 //! - **PCI path.** The resolved `device` link, and from there upwards to the first directory that is a PCI function:
 //!   virtio and USB devices sit below one. (NCCL's Socket stops at the link and so loses virtio NICs' place.) An
 //!   interface without `device` (bond, VLAN, bridge, macvlan) takes the path of its first lower interface by name.
-//! - **Speed.** A speed that the driver reports as a constant ([`link_kind`]), for itself or for an interface above it, counts as unknown. Otherwise
-//!   the kernel's own value is used if it has one, which covers bonds (sum of the active ports), VLANs (the interface below) and, in recent kernels,
-//!   bridges. Otherwise the lower interfaces are read: a bond that spreads traffic counts as their sum, anything else as the fastest. The
-//!   kernel reports nothing for most virtual NICs.
+//! - **Speed.** A speed that the driver reports as a constant ([`link_kind`]), for itself or for an interface above it,
+//!   counts as unknown. Otherwise the kernel's own value is used if it has one, which covers bonds (sum of the active
+//!   ports), VLANs (the interface below) and, in recent kernels, bridges. Otherwise the lower interfaces are read: a
+//!   bond that spreads traffic counts as their sum, anything else as the fastest. The kernel reports nothing for most
+//!   virtual NICs.
 //!
 //! This module must not know what is assumed where the kernel reports nothing.
 

@@ -1,9 +1,10 @@
 //! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has.
 //! This file is the only place in the plugin that depends on which backends are compiled in.
 //!
-//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. It implements the
-//! traits of `session::opening` and `session::owner`; `session::liveness::Kept` if the control thread is to check its
-//! connections, and `session::shortage::Again` if its streams must run again when the kernel had no memory (TCP does both).
+//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. It implements
+//! the traits of `session::opening` and `session::owner`; `session::liveness::Kept` if the control thread is to check
+//! its connections, and `session::shortage::Again` if its streams must run again when the kernel had no memory (TCP
+//! does both).
 //!
 //! These places assume that there are two backends. A third changes them:
 //!
@@ -247,8 +248,8 @@ pub(crate) trait Sending: Connected {
     /// closed. Its profiler handle must be valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
 
-    /// Ends the connection to a peer that has not answered for too long, as [`Connected::close`] does but without waiting for it. A
-    /// backend may wait all the same.
+    /// Ends the connection to a peer that has not answered for too long, as [`Connected::close`] does but without
+    /// waiting for it. A backend may wait all the same.
     fn abandon(&self) {
         self.close();
     }

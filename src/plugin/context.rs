@@ -129,7 +129,8 @@ impl Context {
         Self { refusal: Some(error), ..Self::new(args, None) }
     }
 
-    /// Whether Towline carries the collectives of the communicator with this id, or of any where the interface passes none.
+    /// Whether Towline carries the collectives of the communicator with this id, or of any where the interface passes
+    /// none.
     pub(crate) fn carries(&self, comm: Option<u64>) -> bool {
         !self.one_sided && self.refusal.is_none() && comm.is_none_or(|id| id == self.comm_id)
     }

@@ -1,18 +1,18 @@
 //! The devices that NCCL sees, and the rails that each of them stands for.
 //!
-//! [`discover()`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS` one
-//! device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL requests.
+//! [`discover()`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS`
+//! one device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL requests.
 //!
 //! What NCCL relies on, and the table guarantees:
-//! - Physical devices have the numbers from 0. Virtual ones follow in the order in which they were made, and [`Table::count`] includes them: NCCL
-//!   finds out how many it made by reading the count again.
-//! - After the plugin was reloaded, NCCL reads the count and must get the physical devices only; then it makes its virtual devices anew. If the
-//!   plugin was kept instead, NCCL uses the old numbers and does not read the count. Nothing else distinguishes the two cases.
-//!   So after [`Table::load`] the old devices stay valid until the next count, and old virtual devices can be looked up until a
-//!   new one is made.
+//! - Physical devices have the numbers from 0. Virtual ones follow in the order in which they were made, and
+//!   [`Table::count`] includes them: NCCL finds out how many it made by reading the count again.
+//! - After the plugin was reloaded, NCCL reads the count and must get the physical devices only; then it makes its
+//!   virtual devices anew. If the plugin was kept instead, NCCL uses the old numbers and does not read the count.
+//!   Nothing else distinguishes the two cases. So after [`Table::load`] the old devices stay valid until the next
+//!   count, and old virtual devices can be looked up until a new one is made.
 //! - The same members give the same virtual device.
-//! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are stored only once, so reloading does
-//!   not grow.
+//! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are stored only
+//!   once, so reloading does not grow.
 //!
 //! An interface may vanish at any time. The table does not notice: code that binds to the rail's address reports it.
 //!

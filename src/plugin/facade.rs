@@ -95,8 +95,8 @@ pub(crate) fn connect_timeout() -> Result<Duration> {
     Ok(process().net()?.config.connect_timeout)
 }
 
-/// The longest that a connection takes to recover. After that its requests have failed, unless the peer's process is alive and
-/// stopped.
+/// The longest that a connection takes to recover. After that its requests have failed, unless the peer's process is
+/// alive and stopped.
 ///
 /// # Errors
 /// When `init` has not been called.
@@ -280,8 +280,8 @@ fn accept_from(listen: &ListenComm) -> Result<Option<usize>> {
 /// As [`accept`], for a host that repeats the call without a time limit.
 ///
 /// # Errors
-/// As [`accept`]; and once for each peer, when none has come within TOWLINE_CONNECT_TIMEOUT of the first call for it. A peer
-/// that comes later is accepted.
+/// As [`accept`]; and once for each peer, when none has come within TOWLINE_CONNECT_TIMEOUT of the first call for it. A
+/// peer that comes later is accepted.
 pub(crate) fn accept_or_report(listen: usize) -> Result<Option<usize>> {
     let comm = process().comms.get(listen)?;
     let listen = comm.listening()?;
@@ -385,8 +385,8 @@ pub(crate) fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     })
 }
 
-/// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now". A connection that has failed accepts it, as [`isend`]
-/// does.
+/// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now". A connection that has failed accepts it, as
+/// [`isend`] does.
 ///
 /// # Errors
 /// When there is no such connection, or a message that has already arrived is longer than its receive.
@@ -447,8 +447,8 @@ pub(crate) fn close_send(comm: usize) -> Result<()> {
     Ok(())
 }
 
-/// Closes a sending communicator without waiting for its peer, which has not answered for too long. The kernel continues to
-/// send what it has taken; the rest is lost.
+/// Closes a sending communicator without waiting for its peer, which has not answered for too long. The kernel
+/// continues to send what it has taken; the rest is lost.
 ///
 /// # Errors
 /// When there is no such communicator.

@@ -297,8 +297,8 @@ impl Process {
         self.contexts.any(|context| context.carries(comm))
     }
 
-    /// The traffic class of the communicator with this id, whose one-sided operations can use Towline. NCCL calls the network's
-    /// `init` before, with the same id.
+    /// The traffic class of the communicator with this id, whose one-sided operations can use Towline. NCCL calls the
+    /// network's `init` before, with the same id.
     ///
     /// # Errors
     /// The reason why they cannot, a sentence for the log.
@@ -314,8 +314,9 @@ impl Process {
         if self.backends.rdma().is_some() {
             return Err("they go over TCP only, and the devices are RDMA's");
         }
-        // Copies have a stream of the greatest priority, which has a queue of its own where the GPU has three or more. Seen with
-        // NCCL 2.30.7 and 2.32.3 on H200: with 1 the first put never ends, with 2 one in a graph, with 3 and more all do.
+        // Copies have a stream of the greatest priority, which has a queue of its own where the GPU has three or more.
+        // Seen with NCCL 2.30.7 and 2.32.3 on H200: with 1 the first put never ends, with 2 one in a graph, with 3 and
+        // more all do.
         if net.config.cuda_queues.as_ref().is_some_and(|queues| matches!(queues.trim().parse(), Ok(1 | 2))) {
             return Err(
                 "with CUDA_DEVICE_MAX_CONNECTIONS at 1 or 2 a stream that waits for a signal holds up the copy that \

@@ -4,19 +4,19 @@
 //! A [`Direction`] adds what is sent or received. All calls between the two are resolved when the library is compiled.
 //!
 //! NCCL's thread does everything in `isend`, `irecv` and `test`. The control thread polls too while something is
-//! outstanding, at growing intervals while nothing moves, since NCCL's thread may be waiting for something else. It does
-//! not wait for the lock of the state, except to end a connection that has failed.
+//! outstanding, at growing intervals while nothing moves, since NCCL's thread may be waiting for something else. It
+//! does not wait for the lock of the state, except to end a connection that has failed.
 //!
 //! # Locks
 //!
 //! In this order, each with the system calls that are made under it:
 //!
 //! 1. A dial, or an accepted socket (`session`), or a [greeting](super::greeting): those of the handshake.
-//! 2. The state: those that the device's driver makes for a work request or a completion, which are none on most devices.
-//!    During recovery also those that make, stop and reset queue pairs.
+//! 2. The state: those that the device's driver makes for a work request or a completion, which are none on most
+//!    devices. During recovery also those that make, stop and reset queue pairs.
 //! 3. The [control channel](super::control): reading and writing its socket, its registration with the control thread.
-//! 4. One of the small ones: messages about queue pairs, ended queue pairs, the flushed failure, the registration cache, the
-//!    events' desk (a profiler's callback), or an adapter's list of connections and then the texts of a
+//! 4. One of the small ones: messages about queue pairs, ended queue pairs, the flushed failure, the registration
+//!    cache, the events' desk (a profiler's callback), or an adapter's list of connections and then the texts of a
 //!    [`Mishap`](super::adapter::Mishap). Otherwise none.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
@@ -58,10 +58,10 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// No request uses registered memory any more.
     fn let_go(state: &mut Self::State);
 
-    /// Checks the ports and the queue pairs, in any thread but NCCL's. Returns whether the connection owes the peer something
-    /// although no request is outstanding, and when to check lost queue pairs again. If another thread holds the state, this
-    /// thread does not wait for it but leaves the work to it: the holder would otherwise have to wake this thread. NCCL's
-    /// thread may be active for seconds.
+    /// Checks the ports and the queue pairs, in any thread but NCCL's. Returns whether the connection owes the peer
+    /// something although no request is outstanding, and when to check lost queue pairs again. If another thread holds
+    /// the state, this thread does not wait for it but leaves the work to it: the holder would otherwise have to wake
+    /// this thread. NCCL's thread may be active for seconds.
     fn care(conn: &Connection<Self>) -> (bool, Option<Instant>);
 
     /// The control thread has polled.
@@ -181,8 +181,8 @@ impl<D: Direction> Connection<D> {
         let devices = D::devices(&mut state);
         drop(state);
         if orderly {
-            // The queue pairs stay until the peer has closed too. A receiver may still be writing CTS entries. And if the
-            // acknowledgement of a sender's last write is lost, only an existing queue pair repeats it.
+            // The queue pairs stay until the peer has closed too. A receiver may still be writing CTS entries. And if
+            // the acknowledgement of a sender's last write is lost, only an existing queue pair repeats it.
             self.base.leave(Some(Box::new(devices)));
         } else {
             drop(devices);
@@ -191,8 +191,8 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// The connection ends with a failure. First the queue pairs are dropped, so that no device accesses a buffer when it is
-    /// reported.
+    /// The connection ends with a failure. First the queue pairs are dropped, so that no device accesses a buffer when
+    /// it is reported.
     #[cold]
     pub(super) fn end(&self, mut state: MutexGuard<'_, D::State>, error: Error) {
         drop(D::devices(&mut state));

@@ -1,8 +1,8 @@
 //! The control channel of a connection: the socket of its handshake, and its state.
 //!
 //! Each side says goodbye over it, or reports why the connection has failed, as over a TCP stream. Messages about lost
-//! queue pairs ([`recovery`](super::recovery)) use it too, and its end shows a peer's death while nothing is being sent.
-//! [`reconnect`](super::reconnect) handles a channel that falls silent or is cut.
+//! queue pairs ([`recovery`](super::recovery)) use it too, and its end shows a peer's death while nothing is being
+//! sent. [`reconnect`](super::reconnect) handles a channel that falls silent or is cut.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -16,10 +16,10 @@
 //!
 //! Little-endian; 64 bytes, so that a CTS entry fits one cache line and one inline write.
 //!
-//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] slots; CTS entry n is in slot n modulo [`CTS_ENTRIES`]. The device writes a
-//! CTS entry's bytes in no guaranteed order, so a CTS entry is accepted only when number and check match. An incomplete CTS
-//! entry, or the previous one of that slot, does not match. Behind the CTS entries there is one more slot, for the receiver's
-//! count of eager messages when no CTS entry carries it.
+//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] slots; CTS entry n is in slot n modulo [`CTS_ENTRIES`]. The device
+//! writes a CTS entry's bytes in no guaranteed order, so a CTS entry is accepted only when number and check match. An
+//! incomplete CTS entry, or the previous one of that slot, does not match. Behind the CTS entries there is one more
+//! slot, for the receiver's count of eager messages when no CTS entry carries it.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -111,7 +111,8 @@ impl CtsEntry {
     }
 }
 
-/// A number that depends on every bit of bytes 0–59: a torn CTS entry matches with a probability of one in four billion.
+/// A number that depends on every bit of bytes 0–59: a torn CTS entry matches with a probability of one in four
+/// billion.
 fn check(bytes: &[u8; CTS_BYTES]) -> u32 {
     let mut sum = 0x9e37_79b9_7f4a_7c15_u64;
     for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {

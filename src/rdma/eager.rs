@@ -14,17 +14,18 @@
 //! | 8–11 | how many CTS entries the sender has read |
 //! | 12–15 | bytes that follow |
 //!
-//! Most messages follow one with the same tag. For those the immediate replaces the head by a [`CompressedHeader`]: how far the
-//! number and the count of CTS entries are ahead of the last short message's. Both sides have seen these in the same
-//! order, since all of them use one queue pair. When it is lost, the messages in doubt are resent first over the next
-//! one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
+//! Most messages follow one with the same tag. For those the immediate replaces the head by a [`CompressedHeader`]: how
+//! far the number and the count of CTS entries are ahead of the last short message's. Both sides have seen these in the
+//! same order, since all of them use one queue pair. When it is lost, the messages in doubt are resent first over the
+//! next one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
 //!
 //! # Credit
 //! There are [`INBOX_SLOTS`] slots, used in turn. The receiver counts the messages that it has delivered and sends that
-//! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more than
-//! 64 undelivered messages. That also keeps it from writing into a slot that was not read. Message n (from 0) uses slot n
-//! modulo 64, and is sent only once n - 63 messages were delivered. The receiver reads messages in order, and moves those that
-//! it cannot deliver into a buffer. So it has read the first n - 63, the last of which is message n - 64, the slot's last user.
+//! count with its CTS entries, or separately ([`Ring::credit`](super::cts::Ring::credit)). The sender never has more
+//! than 64 undelivered messages. That also keeps it from writing into a slot that was not read. Message n (from 0) uses
+//! slot n modulo 64, and is sent only once n - 63 messages were delivered. The receiver reads messages in order, and
+//! moves those that it cannot deliver into a buffer. So it has read the first n - 63, the last of which is message n -
+//! 64, the slot's last user.
 //!
 //! This module posts nothing.
 
@@ -223,7 +224,8 @@ impl Outbox {
         let compressed = self.last.compress(head);
         let before = before(compressed);
         // SAFETY: inside the slot, which no device reads any more: the completion of its last write was polled, since
-        // they complete in order and fewer than INBOX_SLOTS are outstanding. The caller keeps the promise about the data.
+        // they complete in order and fewer than INBOX_SLOTS are outstanding. The caller keeps the promise about the
+        // data.
         unsafe {
             if before > 0 {
                 to.copy_from_nonoverlapping(head.encode().as_ptr(), HEAD);

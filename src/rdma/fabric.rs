@@ -1,13 +1,13 @@
 //! The verbs objects of one connection: its queue pairs and the completion queues to which they report.
 //!
-//! Queue pair l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
-//! number of the peer's. There is one completion queue for each local adapter.
+//! Queue pair l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo
+//! the number of the peer's. There is one completion queue for each local adapter.
 //!
 //! # Credit
 //!
 //! A completion queue that overruns ends all its queue pairs. So each queue has an entry for everything that can be in
-//! the queues of its queue pairs at one time. [`Qp::room`] never allows more requests in a sending queue than it was made
-//! for, and receives are posted again only as they are used up.
+//! the queues of its queue pairs at one time. [`Qp::room`] never allows more requests in a sending queue than it was
+//! made for, and receives are posted again only as they are used up.
 
 use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
@@ -35,7 +35,8 @@ use crate::session::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
 pub(crate) struct Qp {
-    /// None once the queue pair is lost: its device then does nothing for it. Also None when it has refused a work request.
+    /// None once the queue pair is lost: its device then does nothing for it. Also None when it has refused a work
+    /// request.
     pair: Option<QueuePair>,
     /// A queue pair that has refused a work request and must be given up. Nothing more is posted on it: the other side
     /// would mistake a later request for the refused one.
@@ -101,8 +102,8 @@ pub(crate) struct Fabric {
     queues: Vec<CompletionQueue>,
     /// The longest write in bytes that both sides support: a multiple of 128.
     pub longest_write: u64,
-    /// Whether the end of a message longer than this many bytes needs a write of its own, because the fabric may reorder
-    /// packets of a queue pair.
+    /// Whether the end of a message longer than this many bytes needs a write of its own, because the fabric may
+    /// reorder packets of a queue pair.
     pub apart_above: Option<u64>,
 }
 
@@ -244,8 +245,8 @@ impl Fabric {
         self.qps.iter().filter_map(|qp| qp.record(config)).collect()
     }
 
-    /// Connects every queue pair to the one of the same number at the peer. After a failure it may be called again, and continues
-    /// with the queue pair that failed.
+    /// Connects every queue pair to the one of the same number at the peer. After a failure it may be called again, and
+    /// continues with the queue pair that failed.
     ///
     /// # Errors
     /// When the peer has another number of queue pairs, or a device cannot reach its peer.
@@ -512,7 +513,8 @@ impl Qp {
         }
     }
 
-    /// The device has refused work requests. Which of them it accepted is in doubt, like everything on a lost queue pair.
+    /// The device has refused work requests. Which of them it accepted is in doubt, like everything on a lost queue
+    /// pair.
     ///
     /// # Errors
     /// The refusal, when the connection needs this queue pair.

@@ -147,8 +147,8 @@ impl Port {
                 is_inline: false,
                 is_signaled: true,
             };
-            // SAFETY: `sink` lives as long as the queue pair, and `left` keeps the memory pinned until the read is done or
-            // the queue pair has ended.
+            // SAFETY: `sink` lives as long as the queue pair, and `left` keeps the memory pinned until the read is done
+            // or the queue pair has ended.
             unsafe { qp.post_one(|| read) }?;
             self.waiting.pop_front();
             self.posted += 1;

@@ -1,5 +1,5 @@
-//! A connection on real verbs with both ends in this process, for tests that access its internals. It can have any number of
-//! queue pairs and any depth of queues, and tests can access the sender's ring.
+//! A connection on real verbs with both ends in this process, for tests that access its internals. It can have any
+//! number of queue pairs and any depth of queues, and tests can access the sender's ring.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;

@@ -2,8 +2,8 @@
 //!
 //! When a queue pair is lost, its last work requests are in doubt: a missing acknowledgement proves nothing. But a
 //! reliable queue pair delivers in order, so one number from the receiver settles it. The receiver reports how many
-//! immediates it received from that queue pair before it ended it for ever ([`recovery`](super::recovery)). That many of
-//! the entries here, from the front, have arrived; the rest is resent over other queue pairs.
+//! immediates it received from that queue pair before it ended it for ever ([`recovery`](super::recovery)). That many
+//! of the entries here, from the front, have arrived; the rest is resent over other queue pairs.
 //!
 //! Kept unless recovery is off. This module posts nothing.
 
@@ -108,8 +108,8 @@ impl Ledger {
         })
     }
 
-    /// That queue pair is lost, and the receiver has received `arrived` immediates from it in total; None when the receiver
-    /// reports that it has everything.
+    /// That queue pair is lost, and the receiver has received `arrived` immediates from it in total; None when the
+    /// receiver reports that it has everything.
     ///
     /// # Errors
     /// When it has received more than were sent, or lacks some that its device has acknowledged.

@@ -10,8 +10,8 @@
 //!
 //! Guarantees:
 //! - A lease's region covers its range, with the pages that were mapped when the lease was taken.
-//! - Regions are made and ended outside the lock. Two equal registrations at the same time make one region: the second waits for the first. If
-//!   the first fails, the second makes its own attempt.
+//! - Regions are made and ended outside the lock. Two equal registrations at the same time make one region: the second
+//!   waits for the first. If the first fails, the second makes its own attempt.
 //!
 //! This module must not depend on what a region is.
 

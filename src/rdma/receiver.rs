@@ -1,7 +1,7 @@
 //! The receiving side of a connection.
 //!
-//! `irecv` writes a CTS entry for each part into the sender's ring, so that the sender writes straight into
-//! NCCL's buffers. The last write of each queue pair carries an immediate, which uses up one of the receives posted on that
+//! `irecv` writes a CTS entry for each part into the sender's ring, so that the sender writes straight into NCCL's
+//! buffers. The last write of each queue pair carries an immediate, which uses up one of the receives posted on that
 //! queue pair. A part is done when all its immediates have arrived. Its size is the sum of their lengths.
 //!
 //! Short messages may arrive without a CTS entry, in the [`Inbox`], and are copied from there. So a part that only
@@ -38,9 +38,9 @@ use crate::session::wire::copy_ascending;
 /// Receives used up on a queue pair before new ones are posted: one call for several.
 const PUT_BACK: usize = 16;
 
-/// Queue depth of a receiving queue pair. It has a receive for each part that can be outstanding, for each short message
-/// that can be under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those
-/// of a whole group.
+/// Queue depth of a receiving queue pair. It has a receive for each part that can be outstanding, for each short
+/// message that can be under way, and for those not yet posted again. The sending queue holds CTS entries; one request
+/// carries those of a whole group.
 pub(crate) const DEPTH: Depth =
     Depth { send: 128, receive: (SLOTS + INBOX_SLOTS + PUT_BACK) as u32, inline_bytes: (CTS_BYTES * MAX_PARTS) as u32 };
 
@@ -190,8 +190,8 @@ pub(crate) struct Posted {
     pub memory: Option<Arc<Registration>>,
 }
 
-/// Posts the first receives on every queue pair. This happens before the sender knows the queue pairs, so that it never uses
-/// one without receives.
+/// Posts the first receives on every queue pair. This happens before the sender knows the queue pairs, so that it never
+/// uses one without receives.
 ///
 /// # Errors
 /// When a device refuses.
@@ -671,15 +671,15 @@ impl RdmaRecv {
         if is_signaled {
             *silent = 0;
         }
-        // SAFETY: the mirror exists as long as the queue pairs. An entry in it changes only when the sender has answered it,
-        // so the write of it has long completed. A newer count may overwrite a count, and a half-written one is not
-        // accepted.
+        // SAFETY: the mirror exists as long as the queue pairs. An entry in it changes only when the sender has
+        // answered it, so the write of it has long completed. A newer count may overwrite a count, and a half-written
+        // one is not accepted.
         unsafe { qp.post_one(|| work) }
     }
 
-    /// Notes for the profiler the shares that a queue pair has delivered. If there are more shares than can be reported, the
-    /// last one stands for the others. The same holds for the last share of a message whose size is in the table, since the
-    /// lengths of its shares are not known.
+    /// Notes for the profiler the shares that a queue pair has delivered. If there are more shares than can be
+    /// reported, the last one stands for the others. The same holds for the last share of a message whose size is in
+    /// the table, since the lengths of its shares are not known.
     #[cold]
     fn report_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
         let left = slot.left.unwrap_or(0);
@@ -731,8 +731,8 @@ fn out_of_reach() -> Error {
 }
 
 impl State {
-    /// Whether `count` more parts can be announced. That takes request slots, slots in the ring that the sender has read,
-    /// and room for the writes. A group at the ring's end needs two writes, and a count of short messages one.
+    /// Whether `count` more parts can be announced. That takes request slots, slots in the ring that the sender has
+    /// read, and room for the writes. A group at the ring's end needs two writes, and a count of short messages one.
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };

@@ -4,18 +4,19 @@
 //! end of that socket ends the connection only when the peer's process is gone:
 //!
 //! - **An end of file** comes from the peer's kernel, and from a process that ends. It counts as proof.
-//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side connects
-//!   another socket; the listening side calls the other, which may not have noticed, and waits for it to connect. Whether the
-//!   peer is alive is determined as for TCP's streams ([`lifeline`](crate::session::lifeline)): a peer that refuses on all its
-//!   rails for most of a second is dead.
-//! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten the flow and drop its
-//!   packets. The same follows, for the rest of `TOWLINE_PEER_TIMEOUT`.
-//! - **Silence** while sent data is under way, or a link that goes down: the connecting side connects another socket, and makes the kernel probe the old
-//!   one often. When an answer arrives over the old one after all, or when the new connection is refused, the old one is kept.
-//!   A silent peer need not be dead, and the refusal may come from a firewall. The end of a socket while another one was being
-//!   connected proves as little as a reset, since the other side may have started to use the new one.
-//! - **An end before the first frame** over the next socket, at the listening side: the other has not received the welcome, and
-//!   connects again, or it has died. The listening side calls it.
+//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side
+//!   connects another socket; the listening side calls the other, which may not have noticed, and waits for it to
+//!   connect. Whether the peer is alive is determined as for TCP's streams ([`lifeline`](crate::session::lifeline)): a
+//!   peer that refuses on all its rails for most of a second is dead.
+//! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have
+//!   forgotten the flow and drop its packets. The same follows, for the rest of `TOWLINE_PEER_TIMEOUT`.
+//! - **Silence** while sent data is under way, or a link that goes down: the connecting side connects another socket,
+//!   and makes the kernel probe the old one often. When an answer arrives over the old one after all, or when the new
+//!   connection is refused, the old one is kept. A silent peer need not be dead, and the refusal may come from a
+//!   firewall. The end of a socket while another one was being connected proves as little as a reset, since the other
+//!   side may have started to use the new one.
+//! - **An end before the first frame** over the next socket, at the listening side: the other has not received the
+//!   welcome, and connects again, or it has died. The listening side calls it.
 //!
 //! The handshake is the one by which streams reconnect, with a new epoch for each attempt. Over the new socket both
 //! sides first report how many frames they have received ([`sent_frames`](super::sent_frames)).

@@ -1,29 +1,29 @@
 //! Recovery of a connection that loses a queue pair.
 //!
-//! A queue pair is lost when a completion reports that its peer does not answer or that it has failed, or an asynchronous
-//! event of its device does. It is also lost when its port goes down while another port of the connection is up, when
-//! nothing on it is acknowledged for two seconds while another queue pair works ([`silence`](super::silence)), or when the
-//! other side reports its loss. Then it is unknown which of the last writes have arrived. A packet that is still under
-//! way could later place old bytes over new ones. So both sides first **end** their queue pair, after which their
-//! devices accept nothing from it any more:
+//! A queue pair is lost when a completion reports that its peer does not answer or that it has failed, or an
+//! asynchronous event of its device does. It is also lost when its port goes down while another port of the connection
+//! is up, when nothing on it is acknowledged for two seconds while another queue pair works
+//! ([`silence`](super::silence)), or when the other side reports its loss. Then it is unknown which of the last writes
+//! have arrived. A packet that is still under way could later place old bytes over new ones. So both sides first
+//! **end** their queue pair, after which their devices accept nothing from it any more:
 //!
-//! 1. The side that notices stops the queue pair (error state), takes its completions, and ends it (reset state; a separate thread destroys it,
-//!    which may take long). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has
-//!    acknowledged.
-//! 2. It reports that over the control channel ([`Type::Fenced`]), with the number of immediates that it has received. The other side does the
-//!    same when it receives this, unless it already has.
+//! 1. The side that notices stops the queue pair (error state), takes its completions, and ends it (reset state; a
+//!    separate thread destroys it, which may take long). A receiver waits until all its receives have come back, so
+//!    that it has seen every immediate that its device has acknowledged.
+//! 2. It reports that over the control channel ([`Type::Fenced`]), with the number of immediates that it has received.
+//!    The other side does the same when it receives this, unless it already has.
 //! 3. When both have, data in doubt is resent over the remaining queue pairs: the sender's messages
 //!    ([`ledger`](super::ledger)), the receiver's CTS entries.
 //!
 //! A lost queue pair is replaced when its port is up again. The sender offers one over the control channel
-//! ([`Type::QueuePair`]), and the receiver answers with its own, or that it cannot now. In that case the sender tries again
-//! after a while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
-//! receiver is notified. When all queue pairs are lost at one time the connection waits for one of them, for
-//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified it has no room for
-//! work requests.
+//! ([`Type::QueuePair`]), and the receiver answers with its own, or that it cannot now. In that case the sender tries
+//! again after a while. The new queue pair carries messages when a first write over it, of no bytes, has been
+//! acknowledged, and the receiver is notified. When all queue pairs are lost at one time the connection waits for one
+//! of them, for `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified
+//! it has no room for work requests.
 //!
-//! A queue pair passes through the states of [`QpState`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
-//! ends the connection.
+//! A queue pair passes through the states of [`QpState`]. With `TOWLINE_RECOVERY=0` none of this happens and the first
+//! failure ends the connection.
 
 #[cfg(test)]
 mod tests;
@@ -247,8 +247,8 @@ impl Base {
         }
     }
 
-    /// Gives up queue pairs that have fallen silent while others work. `owes`: the bytes of the oldest entry on a queue pair that
-    /// will complete.
+    /// Gives up queue pairs that have fallen silent while others work. `owes`: the bytes of the oldest entry on a queue
+    /// pair that will complete.
     pub(crate) fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
         let seen = |(index, qp): (usize, &Qp)| Seen { is_up: qp.is_up(), done: qp.done(), owes: owes(index) };
         for index in silence.check(Instant::now(), fabric.qps.iter().enumerate().map(seen)) {

@@ -1,11 +1,11 @@
 //! How long to leave out a queue pair that is lost again and again soon after its return.
 //!
-//! Over a cable that loses one packet in a thousand, the first write of a new queue pair usually passes, and one of the next
-//! is lost. With NCCL's defaults the device retransmits only after four seconds, so the queue pair falls silent and is given
-//! up after two ([`silence`](super::silence)). A connection that used it again at once would spend its time in such
-//! silences, although another queue pair works. So the pauses grow. Two relapses in a row cost half a second each, as every
-//! loss does: a port that goes down twice in a minute may well stay up then. From the third on the pauses are 2, 4, 8, 16
-//! and then 30 seconds.
+//! Over a cable that loses one packet in a thousand, the first write of a new queue pair usually passes, and one of the
+//! next is lost. With NCCL's defaults the device retransmits only after four seconds, so the queue pair falls silent
+//! and is given up after two ([`silence`](super::silence)). A connection that used it again at once would spend its
+//! time in such silences, although another queue pair works. So the pauses grow. Two relapses in a row cost half a
+//! second each, as every loss does: a port that goes down twice in a minute may well stay up then. From the third on
+//! the pauses are 2, 4, 8, 16 and then 30 seconds.
 //!
 //! A queue pair that stayed for half a minute has recovered. When there is no other queue pair none of this applies.
 //!

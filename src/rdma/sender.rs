@@ -1,9 +1,9 @@
 //! The sending side of a connection.
 //!
-//! The receiver writes a CTS entry for each part of a posted receive into the [`Ring`] of this side. A send that finds its
-//! entry starts in the same call. RDMA writes straight from NCCL's buffer into the receiver's, divided over the queue pairs.
-//! The last write of each queue pair carries an immediate. A send without an entry waits in [`Matching`]. It is done when every
-//! write of it has completed, that is when the receiver's device has acknowledged all its bytes.
+//! The receiver writes a CTS entry for each part of a posted receive into the [`Ring`] of this side. A send that finds
+//! its entry starts in the same call. RDMA writes straight from NCCL's buffer into the receiver's, divided over the
+//! queue pairs. The last write of each queue pair carries an immediate. A send without an entry waits in [`Matching`].
+//! It is done when every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
 //! A short message does not wait for an entry, as long as there is credit: it is copied into the [`Outbox`], written
 //! from there, and done (`short`). When sends have waited a while, this side requests the receiver to announce its
@@ -46,8 +46,9 @@ use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
 use crate::session::silences::{CLOSE_PATIENCE, CLOSE_RECOVERY};
 
-/// Queue depth of a sending queue pair. A message takes one request on each of its queue pairs, or two when its immediate is
-/// separate. As many messages as there are request slots may be outstanding. When there is less room the rest waits.
+/// Queue depth of a sending queue pair. A message takes one request on each of its queue pairs, or two when its
+/// immediate is separate. As many messages as there are request slots may be outstanding. When there is less room the
+/// rest waits.
 pub(crate) const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
 /// Bytes that may be inline in a request, for the shortest messages, if the device accepts that many: it saves the
@@ -63,7 +64,8 @@ const SIZE: u32 = 8;
 /// back, and nothing waits for a part alone, since a group is received as a whole.
 const HELD_MAX: u64 = 16 << 10;
 
-/// How long a close waits when earlier closes towards the peer process have used that up: another path may still deliver.
+/// How long a close waits when earlier closes towards the peer process have used that up: another path may still
+/// deliver.
 const CLOSE_LEAST: Duration = Duration::from_millis(20);
 
 /// The data from the peer's answer that sending needs.
@@ -242,8 +244,8 @@ const EAGER: u64 = 1 << 62;
 /// The write tests a new queue pair.
 const PROBE: u64 = 1 << 61;
 
-/// The content of a work request's id: message, queue pair, how many entries of the work queue its completion frees, and
-/// whether it is the last one of a share.
+/// The content of a work request's id: message, queue pair, how many entries of the work queue its completion frees,
+/// and whether it is the last one of a share.
 #[inline]
 fn work_id(key: usize, qp: usize, entries: u32, is_last: bool) -> u64 {
     key as u64 | (qp as u64) << 16 | u64::from(entries) << 32 | if is_last { LAST } else { 0 }
@@ -698,8 +700,8 @@ impl RdmaSend {
         unsafe { qp.post(&[bytes, end]) }
     }
 
-    /// Notes for the profiler that a queue pair takes its share, perhaps `again`. The work request is the share's last, whose
-    /// completion ends it and frees this many entries.
+    /// Notes for the profiler that a queue pair takes its share, perhaps `again`. The work request is the share's last,
+    /// whose completion ends it and frees this many entries.
     #[cold]
     fn report_share(&self, message: &Message, job: &Job, entries: u32, again: bool) {
         let Share { qp, offset, length } = job.share;

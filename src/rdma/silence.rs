@@ -1,13 +1,14 @@
 //! Which queue pairs have fallen silent: no write posted on them is acknowledged any more, while others work.
 //!
-//! A path that drops packets while the ports at both ends stay up is noticed only by the device, when it has retransmitted
-//! often enough. With NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) that takes half a minute, and even one
-//! packet lost at the end of a message costs 4.3 s. A connection that has another queue pair does not wait for that.
+//! A path that drops packets while the ports at both ends stay up is noticed only by the device, when it has
+//! retransmitted often enough. With NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) that takes half a
+//! minute, and even one packet lost at the end of a message costs 4.3 s. A connection that has another queue pair does
+//! not wait for that.
 //!
-//! A queue pair is silent when the oldest entry on it has waited for two seconds plus the time for its bytes at 20 MB/s,
-//! without one completion. That proves nothing when all queue pairs behave alike (a host that stands still, a network that is
-//! down): then there is no better one. So a queue pair is reported only when another has completed something within the last
-//! second, or has nothing to do.
+//! A queue pair is silent when the oldest entry on it has waited for two seconds plus the time for its bytes at 20
+//! MB/s, without one completion. That proves nothing when all queue pairs behave alike (a host that stands still, a
+//! network that is down): then there is no better one. So a queue pair is reported only when another has completed
+//! something within the last second, or has nothing to do.
 //!
 //! Only watched time counts, at most a quarter of a second between two checks. So a process that was stopped, or a
 //! machine that stood still, finds its completions before it decides.
@@ -87,8 +88,8 @@ mod tests {
 
     const TICK: Duration = Duration::from_millis(128);
 
-    /// Two queue pairs that are checked again and again, until one is reported or a minute has passed. Returns how long that
-    /// takes.
+    /// Two queue pairs that are checked again and again, until one is reported or a minute has passed. Returns how long
+    /// that takes.
     fn until_named(tick: Duration, mut seen: impl FnMut(u64) -> [Seen; 2]) -> Option<(Duration, Vec<usize>)> {
         let (mut silence, start) = (Silence::default(), Instant::now());
         let mut at = Duration::ZERO;

@@ -1,8 +1,8 @@
 //! How a message is divided over the queue pairs of a connection.
 //!
-//! The queue pairs of a connection are numbered so that neighbours are on different devices: queue pair l is on device l modulo the
-//! number of devices. A message uses either all queue pairs (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn.
-//! Of those it uses no more than it has [`SHARE_MIN`] for, so that a short message is one write.
+//! The queue pairs of a connection are numbered so that neighbours are on different devices: queue pair l is on device
+//! l modulo the number of devices. A message uses either all queue pairs (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each
+//! device, in turn. Of those it uses no more than it has [`SHARE_MIN`] for, so that a short message is one write.
 //!
 //! Lost queue pairs are left out, as if they had never existed ([`Stripes::over`]).
 //!
@@ -89,15 +89,16 @@ impl Stripes {
         let (group, base, first) = if self.split {
             (self.order.len(), 0, self.turn)
         } else {
-            // The turn passes through all queue pairs: short messages use every device, and one group after the other. The
-            // last group may be smaller when queue pairs were lost.
+            // The turn passes through all queue pairs: short messages use every device, and one group after the other.
+            // The last group may be smaller when queue pairs were lost.
             let base = self.turn / self.devices * self.devices;
             (self.devices.min(self.order.len() - base), base, self.turn - base)
         };
         let most = usize::try_from(length / SHARE_MIN).unwrap_or(usize::MAX).clamp(1, group);
         let piece = length.div_ceil(most as u64).next_multiple_of(ALIGN);
         let count = if length == 0 { 1 } else { length.div_ceil(piece) as usize };
-        // Within a group the devices take turns; a message that reaches the group's end passes the turn to the next one.
+        // Within a group the devices take turns; a message that reaches the group's end passes the turn to the next
+        // one.
         let step = if self.split { count } else { count.min(group - first) };
         self.turn += step;
         if self.turn >= self.order.len() {

@@ -192,8 +192,8 @@ fn a_short_message_that_comes_before_its_receive_is_counted_at_once_and_once() {
     ends.close();
 }
 
-/// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested. With
-/// queues of a few entries everything waits, and everything arrives.
+/// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested.
+/// With queues of a few entries everything waits, and everything arrives.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {

@@ -1,9 +1,9 @@
 //! The functions of CUDA's driver that copy memory in a GPU. The driver is opened at run time, so nothing depends on
 //! it.
 //!
-//! Names, types and numbers are those of NVIDIA's documentation of the CUDA driver API. Nothing here waits for a kernel, and
-//! nothing here is one. The stream has the kind that runs beside all others, and the greatest priority. Events are queried,
-//! never waited for. The GPU's copy engines copy between a GPU and page-locked memory.
+//! Names, types and numbers are those of NVIDIA's documentation of the CUDA driver API. Nothing here waits for a
+//! kernel, and nothing here is one. The stream has the kind that runs beside all others, and the greatest priority.
+//! Events are queried, never waited for. The GPU's copy engines copy between a GPU and page-locked memory.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -163,8 +163,8 @@ impl Driver {
         self.primary_context(ordinal)
     }
 
-    /// The primary context of a GPU. The application, whose memory is in it, retains it. After `cudaDeviceReset` it is another
-    /// context, so none is remembered.
+    /// The primary context of a GPU. The application, whose memory is in it, retains it. After `cudaDeviceReset` it is
+    /// another context, so none is remembered.
     fn primary_context(&self, ordinal: c_int) -> Result<Context> {
         let (mut context, mut device): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer.
@@ -176,8 +176,8 @@ impl Driver {
         Ok(Context(context))
     }
 
-    /// Calls `inside` with this context, and outside of any graph that is being captured. Afterwards the previous state is
-    /// restored.
+    /// Calls `inside` with this context, and outside of any graph that is being captured. Afterwards the previous state
+    /// is restored.
     ///
     /// # Errors
     /// Those of `inside`, and when the context is gone.
@@ -197,10 +197,10 @@ impl Driver {
         outcome
     }
 
-    /// Makes a stream of its own, and `events` events. Streams share the GPU's hardware queues, and a stream that waits holds
-    /// up its queue. So this stream has the greatest priority, which has queues of its own (but see
-    /// `Process::offers_one_sided`). Otherwise a stream of the application that waits for a signal could hold up the copy
-    /// that brings it.
+    /// Makes a stream of its own, and `events` events. Streams share the GPU's hardware queues, and a stream that waits
+    /// holds up its queue. So this stream has the greatest priority, which has queues of its own (but see
+    /// `Process::offers_one_sided`). Otherwise a stream of the application that waits for a signal could hold up the
+    /// copy that brings it.
     ///
     /// # Errors
     /// The driver's.

@@ -1,7 +1,7 @@
 //! The interface between NCCL's one-sided calls (`abi::rma`) and this room: one typed function for each call.
 //!
-//! As in [`crate::plugin::facade`], ids are numbers that are never followed. The ids of registrations and requests belong to
-//! their group, and are below 2^63, as NCCL requires for registrations.
+//! As in [`crate::plugin::facade`], ids are numbers that are never followed. The ids of registrations and requests
+//! belong to their group, and are below 2^63, as NCCL requires for registrations.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,14 +27,14 @@ pub(crate) struct At {
 }
 
 /// Makes a context for a communicator's one-sided operations, or returns the reason why Towline declines. NCCL (2.30.7,
-/// `plugin/rma.cc`) disables a library that declines for all communicators of the process, and does not even end those that
-/// have begun. So once one has begun, none is declined.
+/// `plugin/rma.cc`) disables a library that declines for all communicators of the process, and does not even end those
+/// that have begun. So once one has begun, none is declined.
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
 pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
-    // Held until the count has changed: meanwhile another thread must not end the last communicator, nor decline because
-    // the count is zero.
+    // Held until the count has changed: meanwhile another thread must not end the last communicator, nor decline
+    // because the count is zero.
     let mut begun = state().begun();
     let traffic_class = match facade::offers_one_sided(comm) {
         Ok(class) => class,
@@ -50,16 +50,16 @@ pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::
             None
         }
     };
-    // A context of its own: NCCL may end the network's before it closes its groups. The traffic class is the network's, since
-    // NCCL names none before the connections are made.
+    // A context of its own: NCCL may end the network's before it closes its groups. The traffic class is the network's,
+    // since NCCL names none before the connections are made.
     let (comm_id, one_sided) = (Some(comm), true);
     let ctx = facade::init(InitArgs { comm_id, one_sided, traffic_class, logger, ..InitArgs::new(Host::Nccl, 12) })?;
     *begun += 1;
     Ok(Ok(ctx))
 }
 
-/// Ends the context that `init` returned, and closes the objects that NCCL has left open: when the set-up of a group fails,
-/// NCCL closes nothing (2.30.7, `rma_proxy.cc`, `ncclRmaProxyConnectOnce`).
+/// Ends the context that `init` returned, and closes the objects that NCCL has left open: when the set-up of a group
+/// fails, NCCL closes nothing (2.30.7, `rma_proxy.cc`, `ncclRmaProxyConnectOnce`).
 ///
 /// # Errors
 /// When there is no such context.
@@ -130,8 +130,8 @@ pub(crate) fn create_context(id: usize) -> Result<usize> {
     Ok(context)
 }
 
-/// Ends a context, and waits until its puts have read their sources: NCCL frees the memory of inline puts after this and before
-/// it ends their registration (`gin/gin_host_proxy.cc`, NCCL 2.30.7). Its requests end with the group.
+/// Ends a context, and waits until its puts have read their sources: NCCL frees the memory of inline puts after this
+/// and before it ends their registration (`gin/gin_host_proxy.cc`, NCCL 2.30.7). Its requests end with the group.
 ///
 /// # Errors
 /// When there is no such context.

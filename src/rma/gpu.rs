@@ -1,8 +1,8 @@
-//! A GPU whose memory is registered in a group. It has a stream of the group's own, in which copies happen one after the
-//! other, and marks that show how far the stream has come.
+//! A GPU whose memory is registered in a group. It has a stream of the group's own, in which copies happen one after
+//! the other, and marks that show how far the stream has come.
 //!
-//! Only the placer appends to the stream and queries how far it is. The placer allocates nothing and never waits: stream,
-//! events and page-locked memory are made with the first registration of the GPU's memory.
+//! Only the placer appends to the stream and queries how far it is. The placer allocates nothing and never waits:
+//! stream, events and page-locked memory are made with the first registration of the GPU's memory.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -13,8 +13,8 @@ use super::staging::Staging;
 use super::wire::PIECE;
 use crate::os::error::{Error, Result};
 
-/// How many places of a stream can be distinguished. With more operations under way, the last event stands for several of
-/// them.
+/// How many places of a stream can be distinguished. With more operations under way, the last event stands for several
+/// of them.
 const EVENTS: usize = 64;
 
 /// Bytes of a cell, so that the memory behind it is aligned.
@@ -121,8 +121,8 @@ impl Gpu {
         self.append(|place| unsafe { self.driver.copy(place, to, from, size) })
     }
 
-    /// Appends copies from one place of this GPU's memory to another, through host memory. A copy that does not leave the GPU
-    /// may need one of its processors, and a kernel that waits for this very copy may hold them all.
+    /// Appends copies from one place of this GPU's memory to another, through host memory. A copy that does not leave
+    /// the GPU may need one of its processors, and a kernel that waits for this very copy may hold them all.
     ///
     /// # Errors
     /// When the driver refuses.

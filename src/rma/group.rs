@@ -150,7 +150,8 @@ impl Group {
     /// Registers memory of kind `NCCL_PTR_*`. `only_ours`: see [`Region`].
     ///
     /// # Errors
-    /// When it does not fit into the address space, or `kind` names a GPU and no GPU has it. Its number is used up then.
+    /// When it does not fit into the address space, or `kind` names a GPU and no GPU has it. Its number is used up
+    /// then.
     pub(crate) fn register(&self, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<u32> {
         let found = self.find(memory, kind, only_ours);
         let number = self.shared.registry.add(found.clone().unwrap_or_default())?;
@@ -197,7 +198,8 @@ impl Group {
         if self.shared.ask(command(done)).is_err() {
             return false;
         }
-        // An error here means that the placer ends. It closes all connections and waits for copies before it reports its end.
+        // An error here means that the placer ends. It closes all connections and waits for copies before it reports
+        // its end.
         if is_done.recv().is_err() {
             while self.shared.inbox().ended.is_none() {
                 std::thread::sleep(std::time::Duration::from_millis(1));

@@ -1,4 +1,5 @@
-//! Operations that have arrived from one rank and are on their way into memory: copies to a GPU happen after they are begun.
+//! Operations that have arrived from one rank and are on their way into memory: copies to a GPU happen after they are
+//! begun.
 //!
 //! Operations end in the order in which they arrived. A signal waits for all bytes before it, except
 //! those whose copies are in the stream of the GPU that holds the signal: there it is appended behind them at once.
@@ -25,8 +26,8 @@ struct Landing {
 pub(crate) struct Landings(VecDeque<Landing>);
 
 impl Landings {
-    /// All bytes of an operation have arrived, and are in place when this mark is reached. `refused`: the bytes were dropped,
-    /// and there is no signal.
+    /// All bytes of an operation have arrived, and are in place when this mark is reached. `refused`: the bytes were
+    /// dropped, and there is no signal.
     pub(crate) fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
         let signal = if refused || header.signal.region == 0 { Step::DONE } else { Step::New };
         self.0.push_back(Landing { header, refused, bytes, signal });

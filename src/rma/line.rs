@@ -7,7 +7,8 @@ use crate::plugin::facade::{self, Part};
 
 /// The end that sends. It is closed when it is dropped.
 pub(crate) trait SendEnd: Send {
-    /// Sends these bytes, which the connection may read until the request has ended or the end is closed. None: not now.
+    /// Sends these bytes, which the connection may read until the request has ended or the end is closed. None: not
+    /// now.
     ///
     /// # Errors
     /// When the connection has failed.
@@ -25,8 +26,8 @@ pub(crate) trait SendEnd: Send {
 
 /// The end that receives. It is closed when it is dropped.
 pub(crate) trait RecvEnd: Send {
-    /// Posts a receive into this memory, which the connection may write until the request has ended or the end is closed.
-    /// None: not now.
+    /// Posts a receive into this memory, which the connection may write until the request has ended or the end is
+    /// closed. None: not now.
     ///
     /// # Errors
     /// When the connection has failed.

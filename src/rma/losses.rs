@@ -1,4 +1,5 @@
-//! Puts that are dropped without an error, because an abort must not wait for them. The log reports them, once for each rank.
+//! Puts that are dropped without an error, because an abort must not wait for them. The log reports them, once for each
+//! rank.
 
 use super::loud::say;
 

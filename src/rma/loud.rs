@@ -1,5 +1,5 @@
-//! Errors that NCCL does not pass on. Its progress thread stores the failure of a put, and no call reads it (NCCL 2.30.7,
-//! `rma/rma_proxy.cc`). So the log informs the user of it, even where NCCL's logger prints no warnings.
+//! Errors that NCCL does not pass on. Its progress thread stores the failure of a put, and no call reads it (NCCL
+//! 2.30.7, `rma/rma_proxy.cc`). So the log informs the user of it, even where NCCL's logger prints no warnings.
 
 use crate::os::error::Error;
 use crate::os::log;

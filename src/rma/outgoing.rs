@@ -1,5 +1,5 @@
-//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it. Bytes in a GPU's
-//! memory are copied to the host first.
+//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it. Bytes in a
+//! GPU's memory are copied to the host first.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -104,15 +104,15 @@ impl Outgoing {
         moving.filter_map(|moving| moving.message.as_ref()).chain(&self.waiting).any(|message| message.region == region)
     }
 
-    /// Sends the parts that the connection accepts. Adds the requests whose memory has been read to `read`. Returns whether
-    /// anything moved.
+    /// Sends the parts that the connection accepts. Adds the requests whose memory has been read to `read`. Returns
+    /// whether anything moved.
     ///
     /// # Errors
     /// When the connection or a GPU has failed.
     pub(crate) fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
         let mut moved = false;
-        // Requests that the connection accepts in this call. A request that ends at once was copied, whatever happens to
-        // the rank.
+        // Requests that the connection accepts in this call. A request that ends at once was copied, whatever happens
+        // to the rank.
         let mut fresh = 0;
         loop {
             while self.begun.len() < AHEAD
@@ -162,8 +162,8 @@ impl Outgoing {
         if message.is_begun {
             if let Some(gpu) = &message.gpu {
                 let Some(slot) = self.lane.take(&gpu.staging) else { return Ok(None) };
-                // SAFETY: the source lies inside registered memory, and a registration ends only when the placer has seen all
-                // streams come this far. The slot is this part's until it is given back.
+                // SAFETY: the source lies inside registered memory, and a registration ends only when the placer has
+                // seen all streams come this far. The slot is this part's until it is given back.
                 moving.copy = Some((slot, unsafe { gpu.copy(slot, moving.address, moving.size) }?));
             }
             message.address += moving.size;

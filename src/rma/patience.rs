@@ -1,6 +1,6 @@
-//! How long the placer waits for a rank that may be stopped: until its transfers have left memory that NCCL takes back, and until
-//! its goodbye. NCCL ends windows, contexts and groups one after the other, in one thread, so all waits for one process share
-//! their time.
+//! How long the placer waits for a rank that may be stopped: until its transfers have left memory that NCCL takes back,
+//! and until its goodbye. NCCL ends windows, contexts and groups one after the other, in one thread, so all waits for
+//! one process share their time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Waits share `silences`. `limit`: as long as connections may take to recover, since until then the other rank may wait
-    /// for a message of this one.
+    /// Waits share `silences`. `limit`: as long as connections may take to recover, since until then the other rank may
+    /// wait for a message of this one.
     pub(crate) fn new(limit: Duration, silences: Arc<Mutex<Silences>>) -> Self {
         Self { limit, silences }
     }
@@ -27,8 +27,9 @@ impl Patience {
         self.silences.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a wait for a process that began at `since` continues. When it does not, the next wait remembers that. `moved`:
-    /// when data last arrived over the connection in question. The process was not silent then, whatever another wait found.
+    /// Whether a wait for a process that began at `since` continues. When it does not, the next wait remembers that.
+    /// `moved`: when data last arrived over the connection in question. The process was not silent then, whatever
+    /// another wait found.
     pub(crate) fn lasts(&self, process: &str, since: Instant, moved: Option<Instant>) -> bool {
         let (mut silences, now) = (self.silences(), Instant::now());
         let since = moved.map_or(since, |moved| moved.max(since));

@@ -1,7 +1,7 @@
 //! Another rank of a group: the messages under way to it, and those that arrive from it.
 //!
-//! It has no thread: the placer calls [`Peer::advance`] again and again. Whatever a header contains, bytes are placed inside
-//! registrations only. Other bytes are dropped, and the rank that sent them gets a refusal.
+//! It has no thread: the placer calls [`Peer::advance`] again and again. Whatever a header contains, bytes are placed
+//! inside registrations only. Other bytes are dropped, and the rank that sent them gets a refusal.
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr;
@@ -109,8 +109,8 @@ pub(crate) struct Peer {
     /// Receives refused bytes.
     nowhere: Vec<u8>,
     pending: HashMap<u64, Pending>,
-    /// Set when this rank leaves: how many answers it sends before its goodbye. Without them the peer would report puts as lost
-    /// although they are in place.
+    /// Set when this rank leaves: how many answers it sends before its goodbye. Without them the peer would report puts
+    /// as lost although they are in place.
     owes: Option<usize>,
     /// This rank has said goodbye.
     has_said_goodbye: bool,
@@ -176,7 +176,8 @@ impl Peer {
         answered.map(|(&request, pending)| (request, pending.outcome(self.rank)))
     }
 
-    /// Whether nothing is under way: no request waits for the peer's answer, and no transfer that the peer began is unfinished.
+    /// Whether nothing is under way: no request waits for the peer's answer, and no transfer that the peer began is
+    /// unfinished.
     pub(crate) fn is_quiet(&self) -> bool {
         self.unanswered().next().is_none()
             && self.pieces.is_none()
@@ -189,9 +190,9 @@ impl Peer {
         self.has_left
     }
 
-    /// The peer has not answered for too long: closing the connection to it no longer waits. The connection from the peer has a
-    /// receive posted until the peer's goodbye. So its close does not wait, unless copies to a GPU hold all places for a
-    /// receive.
+    /// The peer has not answered for too long: closing the connection to it no longer waits. The connection from the
+    /// peer has a receive posted until the peer's goodbye. So its close does not wait, unless copies to a GPU hold all
+    /// places for a receive.
     pub(crate) fn abandon(&mut self) {
         self.outgoing.abandon();
     }
@@ -272,8 +273,8 @@ impl Peer {
             return Ok(true);
         }
         let sent = match sent {
-            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way. To
-            // a rank that has said goodbye itself this does not matter.
+            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way.
+            // To a rank that has said goodbye itself this does not matter.
             Err(error) if error.cause() == Cause::Remote && !self.has_said_goodbye => {
                 self.unsent = Some((Instant::now(), error));
                 false
@@ -322,8 +323,8 @@ impl Peer {
     /// Begins to copy a piece into a GPU's memory.
     fn copy(&mut self, slot: usize, to: &Spot, size: usize) -> Result<Option<Mark>> {
         let Some(gpu) = &to.gpu else { return Ok(None) };
-        // SAFETY: the target lies inside registered memory, and a registration ends only when the placer has seen all streams
-        // come this far. The slot is given back after the copy.
+        // SAFETY: the target lies inside registered memory, and a registration ends only when the placer has seen all
+        // streams come this far. The slot is given back after the copy.
         let mark = unsafe { gpu.copy(to.address, slot, size) }?;
         self.copied.push_back((slot, mark.clone()));
         Ok(Some(mark))

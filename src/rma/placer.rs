@@ -33,8 +33,8 @@ const WARNING_DELAY: Duration = Duration::from_secs(5);
 /// A rank, or the reason why nothing more is sent to it.
 enum Other {
     Alive(Box<Peer>),
-    /// `has_left`: the rank has closed its side in order. `gone`: when it disappeared without a goodbye, until a warning
-    /// reports it.
+    /// `has_left`: the rank has closed its side in order. `gone`: when it disappeared without a goodbye, until a
+    /// warning reports it.
     Ended {
         why: Error,
         has_left: bool,
@@ -197,7 +197,8 @@ impl Placer {
             }
             Command::Get { request, rank, from, to } => {
                 if self.shared.registry.locate(to.region, to.offset, to.size).is_err() {
-                    // Its registration has ended, so NCCL does not read it any more. An error would hang its abort, as with a put.
+                    // Its registration has ended, so NCCL does not read it any more. An error would hang its abort, as
+                    // with a put.
                     return self.shared.requests.end(request, Ok(()));
                 }
                 match &mut self.others[rank as usize] {
@@ -270,8 +271,8 @@ impl Placer {
                 return Ok(Some(gpu.latest()));
             }
             let is_within = source.gpu.is_some() && target.gpu.is_some();
-            // SAFETY: both are inside registered memory of at least that many bytes, and a registration ends only when the
-            // placer, which this is, has seen all streams come this far.
+            // SAFETY: both are inside registered memory of at least that many bytes, and a registration ends only when
+            // the placer, which this is, has seen all streams come this far.
             return unsafe {
                 match is_within {
                     true => gpu.copy_within(target.address, source.address, size),
@@ -355,7 +356,8 @@ impl Placer {
         }
     }
 
-    /// Warns of ranks that this one outlives: if it waits for a signal of theirs, no request of its own ends with an error.
+    /// Warns of ranks that this one outlives: if it waits for a signal of theirs, no request of its own ends with an
+    /// error.
     fn tell_of_the_gone(&mut self) {
         if self.closes.is_some() {
             return;
@@ -415,8 +417,8 @@ fn fail(shared: &Shared, request: u64, why: &Error) {
 
 /// Gives a rank up: closes its connections and ends its requests. `quietly`: without a warning.
 ///
-/// Puts to a rank that has closed its side in order are done, and the log reports them. A failure would stop NCCL's progress
-/// thread. Then an abort of this rank, which waits for its puts, would never end.
+/// Puts to a rank that has closed its side in order are done, and the log reports them. A failure would stop NCCL's
+/// progress thread. Then an abort of this rank, which waits for its puts, would never end.
 fn end(other: &mut Other, shared: &Shared, losses: &mut Losses, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);

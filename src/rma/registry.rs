@@ -41,8 +41,8 @@ impl Registry {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds memory and returns its number. An entry without bytes replaces memory that cannot be registered: all ranks count
-    /// alike, so it uses up a number, too.
+    /// Adds memory and returns its number. An entry without bytes replaces memory that cannot be registered: all ranks
+    /// count alike, so it uses up a number, too.
     ///
     /// # Errors
     /// When there are too many.

@@ -52,7 +52,8 @@ impl Incoming {
     }
 }
 
-/// Connects to all ranks, waits until they have connected to this one, and starts the placer. `handles` has one for each rank.
+/// Connects to all ranks, waits until they have connected to this one, and starts the placer. `handles` has one for
+/// each rank.
 ///
 /// # Errors
 /// When the ranks are not all connected before `deadline`.

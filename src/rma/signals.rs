@@ -1,9 +1,9 @@
 //! Signals: numbers in registered memory that other ranks add to.
 //!
-//! In host memory the processor adds. In a GPU's memory only copies can write, so the sum is made here and written. Its base is
-//! a copy that is kept here where NCCL promises that nothing else writes the number. Otherwise the number is read before. A
-//! group reads one number at a time, and other groups of the process wait for their turn at it ([`Turns`]), so that no other
-//! addition comes between.
+//! In host memory the processor adds. In a GPU's memory only copies can write, so the sum is made here and written. Its
+//! base is a copy that is kept here where NCCL promises that nothing else writes the number. Otherwise the number is
+//! read before. A group reads one number at a time, and other groups of the process wait for their turn at it
+//! ([`Turns`]), so that no other addition comes between.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -68,12 +68,13 @@ impl Signals {
                 Some(gpu) => Step::Waits(self.turns.take(place.address, Arc::as_ptr(gpu).addr())),
             };
         }
-        // If the GPU fails the step stays as it is. Its turn ends with it, not before the placer has waited for the stream.
+        // If the GPU fails the step stays as it is. Its turn ends with it, not before the placer has waited for the
+        // stream.
         match step {
             Step::Waits(turn) if Arc::strong_count(&self.reading) == 1 && turn.has_come() => {
                 let mark = match registry.locate_signal(signal) {
-                    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has
-                    // seen the stream come this far.
+                    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the
+                    // placer has seen the stream come this far.
                     Ok(Spot { address, gpu: Some(gpu), .. }) => Some(unsafe { gpu.read(address) }?),
                     // A registration that has ended since accepts no signal any more.
                     _ => None,
@@ -104,15 +105,15 @@ impl Signals {
 }
 
 fn write(gpu: &Arc<Gpu>, address: usize, sum: u64) -> Result<Mark> {
-    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has seen the stream
-    // come this far.
+    // SAFETY: inside registered memory of this GPU, a multiple of 8. It stays registered until the placer has seen the
+    // stream come this far.
     unsafe { gpu.write(address, sum) }
 }
 
 fn add_in_host_memory(address: usize, value: u64) {
-    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory. The memory
-    // stays valid while it is registered, and the placer, which calls this, also ends registrations. NCCL and GPUs use
-    // signals atomically, too.
+    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory. The
+    // memory stays valid while it is registered, and the placer, which calls this, also ends registrations. NCCL and
+    // GPUs use signals atomically, too.
     let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
     // Bytes placed before become visible before the signal.
     number.fetch_add(value, Ordering::AcqRel);

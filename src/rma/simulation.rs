@@ -1,9 +1,9 @@
-//! Two ranks of a group, without threads, sockets or a GPU. A seed decides when a placer has its turn, which data arrives on
-//! which stream, and when a GPU's copies happen. It also decides which streams stall, are cut and reconnect.
+//! Two ranks of a group, without threads, sockets or a GPU. A seed decides when a placer has its turn, which data
+//! arrives on which stream, and when a GPU's copies happen. It also decides which streams stall, are cut and reconnect.
 //!
-//! Everything of this room but its set-up takes part, over both cores of the TCP backend (`tcp::simulation::link`) and a
-//! simulated CUDA driver (`cuda::simulation`). A failure names its seed, as in the simulation of the TCP backend, whose
-//! variables hold here, too.
+//! Everything of this room but its set-up takes part, over both cores of the TCP backend (`tcp::simulation::link`) and
+//! a simulated CUDA driver (`cuda::simulation`). A failure names its seed, as in the simulation of the TCP backend,
+//! whose variables hold here, too.
 
 use std::cell::RefCell;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -121,7 +121,8 @@ fn address<T>(memory: &[T]) -> usize {
 
 /// The bytes at this address of a live rank, until the game's next step.
 fn seen<'a>(address: usize, size: usize) -> &'a [u8] {
-    // SAFETY: inside a rank's memory, which lives to the end of its game. Everything that writes there is on this thread.
+    // SAFETY: inside a rank's memory, which lives to the end of its game. Everything that writes there is on this
+    // thread.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), size) }
 }
 
@@ -408,8 +409,9 @@ fn a_game_of_puts_and_signals(seed: u64) {
     assert_eq!(gpu::left(), (0, 0, 0), "streams, events and page-locked memory end with their group");
 }
 
-/// A rank ends its window, its group or its process amid puts of both. If it ends its window or group, the other rank's puts
-/// still succeed. If its process vanishes, they end, and that rank is notified. After the end nothing is written there.
+/// A rank ends its window, its group or its process amid puts of both. If it ends its window or group, the other rank's
+/// puts still succeed. If its process vanishes, they end, and that rank is notified. After the end nothing is written
+/// there.
 fn a_game_with_an_end(seed: u64) {
     let mut world = World::new(seed);
     let which = world.luck.roll(RANKS as u64) as usize;

@@ -1,7 +1,7 @@
 //! Page-locked host memory between a GPU and the connections, which carry bytes of host memory only.
 //!
-//! It is made once for a group, with the first registration of a GPU's memory. Each other rank has a lane of its own in each
-//! direction, so that no rank waits for the slots of another: such waits could go round in a circle.
+//! It is made once for a group, with the first registration of a GPU's memory. Each other rank has a lane of its own in
+//! each direction, so that no rank waits for the slots of another: such waits could go round in a circle.
 
 use super::cuda::{Context, Driver};
 use super::wire::PIECE;

@@ -1,7 +1,7 @@
 //! The one-sided state of a process: every object of which NCCL holds an id.
 //!
-//! A forked child gets a fresh state: the threads and connections of its parent's groups do not exist there, so its parent's
-//! ids are invalid.
+//! A forked child gets a fresh state: the threads and connections of its parent's groups do not exist there, so its
+//! parent's ids are invalid.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -39,8 +39,8 @@ pub(crate) struct State {
     generation: u32,
     /// Listeners and groups.
     pub objects: Table<Object>,
-    /// The objects that `createContext` makes: further names for a group, since all contexts of a pair of ranks share its
-    /// connections.
+    /// The objects that `createContext` makes: further names for a group, since all contexts of a pair of ranks share
+    /// its connections.
     pub contexts: Table<Group>,
     /// The turns of all groups at signals in a GPU's memory.
     pub turns: Arc<Turns>,

@@ -1,5 +1,5 @@
-//! Turns at numbers in a GPU's memory that are read and then written, in two steps. Several groups of a process may add to one
-//! number: NCCL registers a window with each group of a communicator, and each group has a stream of its own.
+//! Turns at numbers in a GPU's memory that are read and then written, in two steps. Several groups of a process may add
+//! to one number: NCCL registers a window with each group of a communicator, and each group has a stream of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,8 +38,8 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// Whether the turn has come, that is no turn of another stream is before it. Turns of one stream need not wait for each
-    /// other, since the stream keeps their order.
+    /// Whether the turn has come, that is no turn of another stream is before it. Turns of one stream need not wait for
+    /// each other, since the stream keeps their order.
     pub(crate) fn has_come(&self) -> bool {
         let inner = self.turns.inner();
         let Some(waiting) = inner.waiting.get(&self.address) else { return true };

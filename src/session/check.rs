@@ -1,8 +1,8 @@
 //! The check of a frame header: CRC-32C of its first 44 bytes.
 //!
 //! A header is five words of eight bytes and one of four, so a processor with the instruction (SSE 4.2) executes it six
-//! times. The crate, which handles any length and alignment, takes about ten times as many instructions. Other processors
-//! use the crate, and the tests compare with it.
+//! times. The crate, which handles any length and alignment, takes about ten times as many instructions. Other
+//! processors use the crate, and the tests compare with it.
 
 /// CRC-32C of five words and a half one, in the order in which they travel: little-endian.
 #[inline]

@@ -314,9 +314,9 @@ impl Dial {
             hopeless = false;
         }
         let is_first = self.purpose.is_first();
-        // A peer that refuses on every rail for a second has died: its listening sockets outlive every connection. Before
-        // the first connection nothing waits for this result, and the refusals may come from a path that is being
-        // repaired.
+        // A peer that refuses on every rail for a second has died: its listening sockets outlive every connection.
+        // Before the first connection nothing waits for this result, and the refusals may come from a path that is
+        // being repaired.
         let second = Duration::from_secs(1);
         let patience = if is_first { self.net.config.reconnect_timeout.max(second) } else { second };
         let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.purpose.pairs();

@@ -8,8 +8,8 @@
 //! side from the hello.
 //!
 //! The sender connects to them anyway when it reconnects its streams. The receiver cannot connect streams, so it
-//! **calls**: it connects to every lifeline and reports in a handshake (intent *call*) which stream has ended here. This
-//! shows whether the peer is alive, and also notifies it: a reset may reach one side only.
+//! **calls**: it connects to every lifeline and reports in a handshake (intent *call*) which stream has ended here.
+//! This shows whether the peer is alive, and also notifies it: a reset may reach one side only.
 //!
 //! What the answers mean, and why:
 //!
@@ -19,23 +19,24 @@
 //! | refused; reset or closed in the handshake; not Towline | no such process, a process that does not know the connection, or a firewall that answers for it | dead, when all answers agree for long enough |
 //! | none, or unreachable | nothing | wait: `TOWLINE_RECONNECT_TIMEOUT` when the last stream was cut, the rest of `TOWLINE_PEER_TIMEOUT` when it fell silent; after streams were cut such a path does not count |
 //!
-//! - **A refusal alone proves nothing**: a firewall that rejects with resets looks the same, and may also have ended the streams. It is
-//!   believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the ends of the streams make likely
-//!   ([`Terms::refused_for`]). A firewall that rejects everything on every rail for longer than that cannot be distinguished from a death
-//!   that must be noticed within a second.
-//! - **A path without answers does not count** if some stream ended by an end of file or a reset in the last 5 s and none has been connected
-//!   since: its rail may have been down before. Refusals on the other paths then suffice: for 0.6 s after an end of file, which comes from
-//!   the peer's kernel and not from a firewall, for 1.5 s after a reset ([`Ended::some_refused_for`]). This also holds when the last stream,
-//!   on such a rail, ended by silence just after the others had been cut.
-//! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once ([`PeerInquiry::suspected`]).
-//!   Both sides have just sent on these streams, so the kernel of a reachable peer has answered. Refusals count only while nothing comes
-//!   back on any of them.
-//! - **An accepting process need not prove itself** to be waited for: a stopped process could not. If another process has taken the port,
-//!   the cost is a longer, bounded wait. A call, and the goodbye to a connection, are believed only with a proof of the connection's key,
-//!   like every handshake.
+//! - **A refusal alone proves nothing**: a firewall that rejects with resets looks the same, and may also have ended
+//!   the streams. It is believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the
+//!   ends of the streams make likely ([`Terms::refused_for`]). A firewall that rejects everything on every rail for
+//!   longer than that cannot be distinguished from a death that must be noticed within a second.
+//! - **A path without answers does not count** if some stream ended by an end of file or a reset in the last 5 s and
+//!   none has been connected since: its rail may have been down before. Refusals on the other paths then suffice: for
+//!   0.6 s after an end of file, which comes from the peer's kernel and not from a firewall, for 1.5 s after a reset
+//!   ([`Ended::some_refused_for`]). This also holds when the last stream, on such a rail, ended by silence just after
+//!   the others had been cut.
+//! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once
+//!   ([`PeerInquiry::suspected`]). Both sides have just sent on these streams, so the kernel of a reachable peer has
+//!   answered. Refusals count only while nothing comes back on any of them.
+//! - **An accepting process need not prove itself** to be waited for: a stopped process could not. If another process
+//!   has taken the port, the cost is a longer, bounded wait. A call, and the goodbye to a connection, are believed only
+//!   with a proof of the connection's key, like every handshake.
 //! - **An accepted call is kept open** until it is answered: if the process dies after all, its kernel resets it.
-//! - **This process may have been stopped itself**: a deadline that is found to be long past is extended once, so that answers which arrived
-//!   in the meantime are read first. For the same reason refusals are counted as well as timed.
+//! - **This process may have been stopped itself**: a deadline that is found to be long past is extended once, so that
+//!   answers which arrived in the meantime are read first. For the same reason refusals are counted as well as timed.
 //!
 //! A forked child holds no listening socket ([`crate::os::fork`]), so it hides no death. Connections of strangers to
 //! the same port are the acceptor's concern; if they fill the kernel's queue, that looks like silence.
@@ -63,9 +64,9 @@ const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 /// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 
-/// The same when streams were cut in another way: a firewall may have done it on the only remaining rail. This also holds on
-/// all paths after the network was in trouble. A firewall that affects one rail after another may for a moment refuse
-/// connections after it has ended their streams.
+/// The same when streams were cut in another way: a firewall may have done it on the only remaining rail. This also
+/// holds on all paths after the network was in trouble. A firewall that affects one rail after another may for a moment
+/// refuse connections after it has ended their streams.
 pub(crate) const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
 /// After this time streams on rails without any answer have ended too: their silence had to be noticed first.

@@ -91,7 +91,8 @@ pub(crate) fn distance(sock: &impl AsRawFd) -> Duration {
     us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
 }
 
-/// The smoothed round trip of a socket less the shortest of the last minutes: the time in queues, those of the hosts included.
+/// The smoothed round trip of a socket less the shortest of the last minutes: the time in queues, those of the hosts
+/// included.
 pub(crate) fn queue(sock: &impl AsRawFd) -> Duration {
     round_trip(sock).saturating_sub(distance(sock))
 }
@@ -127,8 +128,8 @@ impl TcpSample {
 
 impl TcpSample {
     /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes are sent once a
-    /// second however long the path is, so on a long path several are always unanswered. At most 8 s: this side does not
-    /// wait longer for a queue on the path that holds seconds of traffic.
+    /// second however long the path is, so on a long path several are always unanswered. At most 8 s: this side does
+    /// not wait longer for a queue on the path that holds seconds of traffic.
     pub(crate) fn answering(&self) -> Duration {
         (2 * self.round_trip).min(Duration::from_secs(8))
     }
@@ -181,8 +182,8 @@ impl LivenessMonitor {
         }
         let since = *self.unanswered_since.get_or_insert(now);
         let answering = sample.answering();
-        // A stream that was idle was already silent before the first probe, so the control thread must also have seen it
-        // unanswered.
+        // A stream that was idle was already silent before the first probe, so the control thread must also have seen
+        // it unanswered.
         let unanswered = now - since >= 4 * TICK + answering;
         if sample.probes >= 2 && sample.silent >= SILENCE + answering && unanswered {
             return Finding::Lost(sample.silent);
@@ -195,8 +196,9 @@ impl LivenessMonitor {
         self.unanswered_since.is_some()
     }
 
-    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`]. Zero while
-    /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
+    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`].
+    /// Zero while the probe is new: a peer that had nothing to send has been silent for a long time when the probe is
+    /// sent.
     pub(crate) fn silence(&self, now: Instant, sample: TcpSample) -> Duration {
         self.unanswered_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
     }
@@ -269,10 +271,10 @@ const TCP_RTO_MAX_MS: libc::c_int = 44;
 /// `TCP_RTO_MIN_US` of `linux/tcp.h`, since Linux 6.16.
 const TCP_RTO_MIN_US: libc::c_int = 45;
 
-/// The earliest time after which the kernel retransmits a lone lost packet, where it supports that. Otherwise it waits 200
-/// ms, while all ranks wait. Ten times what two busy hosts take to answer, so that few packets are retransmitted in vain. An
-/// older kernel at the other end may delay an acknowledgement for 40 ms. Then the retransmission is a probe that it answers
-/// at once.
+/// The earliest time after which the kernel retransmits a lone lost packet, where it supports that. Otherwise it waits
+/// 200 ms, while all ranks wait. Ten times what two busy hosts take to answer, so that few packets are retransmitted in
+/// vain. An older kernel at the other end may delay an acknowledgement for 40 ms. Then the retransmission is a probe
+/// that it answers at once.
 const REPEAT_AFTER_US: libc::c_int = 20_000;
 
 /// Makes the kernel retransmit lost packets soon.

@@ -263,10 +263,10 @@ impl Net {
     /// Whether a new connection gets its further streams at once, before its first message above 16 KiB. This holds
     /// while the process has few of them, and descriptors for the whole budget.
     ///
-    /// Otherwise their handshakes, in which two threads wake in turn, happen during NCCL's first operations. NCCL's proxy
-    /// thread then copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their connections had
-    /// no further streams yet (two H100, docs/dev/decisions.md). Later connections wait for such a message: an
-    /// all-to-all among many ranks has hundreds of them, and most carry little.
+    /// Otherwise their handshakes, in which two threads wake in turn, happen during NCCL's first operations. NCCL's
+    /// proxy thread then copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their
+    /// connections had no further streams yet (two H100, docs/dev/decisions.md). Later connections wait for such a
+    /// message: an all-to-all among many ranks has hundreds of them, and most carry little.
     ///
     /// Where descriptors are scarce (many systems start with 1024 per process), both sides keep them for connections.
     /// They are not used for streams that may never be needed.

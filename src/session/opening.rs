@@ -1,9 +1,9 @@
 //! How a new connection gets from its handshake to its backend.
 //!
 //! A backend that listens gives its listener a [`Door`]; one that connects gives its dial an [`Opener`]. When both
-//! sides have proved themselves, these create the connection. Before that, [`FEATURE_BARE`] shows whether both sides use the
-//! socket for streams, or both for something else. It is one bit: a third backend that is bare too needs another way to
-//! tell it from RDMA.
+//! sides have proved themselves, these create the connection. Before that, [`FEATURE_BARE`] shows whether both sides
+//! use the socket for streams, or both for something else. It is one bit: a third backend that is bare too needs
+//! another way to tell it from RDMA.
 //!
 //! [`FEATURE_BARE`]: super::handshake::FEATURE_BARE
 

@@ -1,9 +1,9 @@
 //! The requests of a session to the connection that owns it.
 //!
 //! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The owner
-//! handles the data on the sockets. A connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending
-//! on its side of the handshake. A connecting side with several streams implements [`Streams`] as well. How a first
-//! connection is made is described in [`opening`](super::opening).
+//! handles the data on the sockets. A connection of a backend implements [`ListeningSide`] or [`ConnectingSide`],
+//! depending on its side of the handshake. A connecting side with several streams implements [`Streams`] as well. How a
+//! first connection is made is described in [`opening`](super::opening).
 //!
 //! Mostly the control thread calls these functions; workers and NCCL's thread call some. They may wait for the holder
 //! of a stream, but never for the network.
@@ -108,9 +108,9 @@ pub(crate) struct Joined {
 
 /// The connecting side of a connection over several streams.
 ///
-/// Stream k's **own pair** of rails is pair k, modulo their number. It reconnects over its own pair first. If at first it
-/// could only be connected over another pair p, it **prefers** p and reconnects over that, until it has once been on its
-/// own. While it is connected over another pair than its own, this side tries to move it back.
+/// Stream k's **own pair** of rails is pair k, modulo their number. It reconnects over its own pair first. If at first
+/// it could only be connected over another pair p, it **prefers** p and reconnects over that, until it has once been on
+/// its own. While it is connected over another pair than its own, this side tries to move it back.
 pub(crate) trait Streams: ConnectingSide {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long a close waits at least when a path may have failed at that moment: until the failure is noticed and lost
-/// data has been resent. That takes 3 s, plus the time for which all paths are down. Shorter than [`Silences`] remembers
-/// a peer.
+/// data has been resent. That takes 3 s, plus the time for which all paths are down. Shorter than [`Silences`]
+/// remembers a peer.
 pub(crate) const CLOSE_RECOVERY: Duration = Duration::from_secs(20);
 
 /// After this time without a close the peer may be back.

@@ -8,23 +8,24 @@
 //!
 //! A thread takes them in this order, and need not take all:
 //!
-//! 1. The connection's place in the table of what NCCL holds (`engine::table`): shared, for the whole of `isend`, `irecv` and
-//!    `test`. Closing takes the connection out first and holds nothing.
+//! 1. The connection's place in the table of what NCCL holds (`engine::table`): shared, for the whole of `isend`,
+//!    `irecv` and `test`. Closing takes the connection out first and holds nothing.
 //! 2. A dial or an accepted socket (`session::dialer`, `session::acceptor`), while it advances its handshake.
-//! 3. A stream ([`Stream::hold`], [`Stream::with_io`]), never two. Data is moved, and the socket called, under this lock.
-//!    On the same level, never with a stream: the sender's epoch numbers.
+//! 3. A stream ([`Stream::hold`], [`Stream::with_io`]), never two. Data is moved, and the socket called, under this
+//!    lock. On the same level, never with a stream: the sender's epoch numbers.
 //! 4. The state: bookkeeping, and copies of at most one chunk.
-//! 5. One of the small ones. Of a connection: `monitors`, `inquiry`, `deliveries`, `preferred_pairs`, `condemned`, `outbox`,
-//!    `fences`, `trouble`, `waiting`, `standstill`, `damage`, when [`Chores`] are due, the events' desk. Of the process: the
-//!    lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)), a rail's
-//!    [`Spread`](crate::engine::schedule::spread::Spread) and the list of them. A registration: of a stream, of [`Chores`], of
-//!    `Shortages`.
-//! 6. Last: the request keys (also under `monitors`), [`Ended`] (also under `inquiry`), a worker's entries and its doorbell
-//!    (also under a registration).
+//! 5. One of the small ones. Of a connection: `monitors`, `inquiry`, `deliveries`, `preferred_pairs`, `condemned`,
+//!    `outbox`, `fences`, `trouble`, `waiting`, `standstill`, `damage`, when [`Chores`] are due, the events' desk. Of
+//!    the process: the lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)), a
+//!    rail's [`Spread`](crate::engine::schedule::spread::Spread) and the list of them. A registration: of a stream, of
+//!    [`Chores`], of `Shortages`.
+//! 6. Last: the request keys (also under `monitors`), [`Ended`] (also under `inquiry`), a worker's entries and its
+//!    doorbell (also under a registration).
 //!
-//! System calls under levels 4 to 6 are few: a wake-up (`eventfd`) or the first `epoll_ctl` under a registration, `setsockopt`
-//! under `monitors`, a profiler's callback under the desk, the addresses of a socket under the state when an epoch begins.
-//! All locks but the first are mutexes that are held for one step of work: no thread waits for the network under one.
+//! System calls under levels 4 to 6 are few: a wake-up (`eventfd`) or the first `epoll_ctl` under a registration,
+//! `setsockopt` under `monitors`, a profiler's callback under the desk, the addresses of a socket under the state when
+//! an epoch begins. All locks but the first are mutexes that are held for one step of work: no thread waits for the
+//! network under one.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -58,7 +59,8 @@ use crate::session::wire::{self, Piece};
 /// How often a close checks whether more was acknowledged.
 pub(super) const CLOSE_POLL: Duration = Duration::from_millis(10);
 
-/// Waits until the next poll of a close that began at `start`. A short close is not delayed, and a long one costs little.
+/// Waits until the next poll of a close that began at `start`. A short close is not delayed, and a long one costs
+/// little.
 pub(super) fn rest(start: Instant) {
     let is_short = start.elapsed() < CLOSE_POLL;
     std::thread::sleep(if is_short { Duration::from_micros(50) } else { Duration::from_millis(1) });
@@ -254,9 +256,9 @@ impl<D: Direction> Connection<D> {
         lock(&self.state)
     }
 
-    /// Notes that workers move a message of `length` bytes, one of `under_way`. At the sender these are the requests that
-    /// NCCL has open. At the receiver they are the messages of its tag that are arriving, since receives may wait for
-    /// messages that are not sent yet.
+    /// Notes that workers move a message of `length` bytes, one of `under_way`. At the sender these are the requests
+    /// that NCCL has open. At the receiver they are the messages of its tag that are arriving, since receives may wait
+    /// for messages that are not sent yet.
     #[inline]
     pub(super) fn note_message(&self, length: u64, under_way: usize) {
         self.polls_longer.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
@@ -339,8 +341,8 @@ impl<D: Direction> Connection<D> {
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
 
-    /// The connection has failed or is over. The request is polled again: another thread may have ended it after the first
-    /// poll and before this thread saw the end of the connection.
+    /// The connection has failed or is over. The request is polled again: another thread may have ended it after the
+    /// first poll and before this thread saw the end of the connection.
     #[cold]
     pub(super) fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.

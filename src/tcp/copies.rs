@@ -1,5 +1,5 @@
-//! Buffers that are used again: for copies of short messages, kept for a possible resend, and for messages that came before
-//! their receive was posted.
+//! Buffers that are used again: for copies of short messages, kept for a possible resend, and for messages that came
+//! before their receive was posted.
 //!
 //! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go
 //! with every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or
@@ -24,9 +24,9 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 const CLASSES: [usize; 4] =
     [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, EAGER_MAX as usize + HEADER];
 
-/// How many buffers of each size the process has from its first connection on, less than 1 MiB in all. One connection needs
-/// about that many between two acknowledgements, with some on the way. The process allocates and touches them in advance.
-/// Otherwise, getting the memory from the system makes the first fifty all-reduces of 8 KiB a tenth slower.
+/// How many buffers of each size the process has from its first connection on, less than 1 MiB in all. One connection
+/// needs about that many between two acknowledgements, with some on the way. The process allocates and touches them in
+/// advance. Otherwise, getting the memory from the system makes the first fifty all-reduces of 8 KiB a tenth slower.
 const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.

@@ -5,19 +5,19 @@
 //! There every stream connects, delivers nothing, and is lost; without this module it would be connected again for
 //! ever.
 //!
-//! - An epoch of a stream is **in vain** if it ended with unacknowledged frames and either ended by silence or delivered
-//!   nothing. Epochs in vain are counted for each pair of rails. After the first, one that ended by silence counts only if a
-//!   handshake had passed on the pair since the last that counted, `PROVEN` or more before the end: in an outage no handshake
-//!   passes. Those that ended otherwise within a second count once. The first frame of 16 KiB or more that arrives on the pair
-//!   clears the count; shorter ones pass anyhow.
-//! - After two such epochs that ended by silence, the next ones over that pair begin with smaller segments (`SEGMENTS`). That is
-//!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
-//!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive.
-//!   That proves the same as an epoch with smaller segments that delivers.
-//! - After four epochs in vain the pair is left out: its streams go over others. Where no other is left, the next epoch has
-//!   `LAST_RESORT`, so that the kernel's cure has its time.
-//! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. Once the
-//!   clock exceeds the patience for the peer, the connection ends with the next epoch in vain.
+//! - An epoch of a stream is **in vain** if it ended with unacknowledged frames and either ended by silence or
+//!   delivered nothing. Epochs in vain are counted for each pair of rails. After the first, one that ended by silence
+//!   counts only if a handshake had passed on the pair since the last that counted, `PROVEN` or more before the end: in
+//!   an outage no handshake passes. Those that ended otherwise within a second count once. The first frame of 16 KiB or
+//!   more that arrives on the pair clears the count; shorter ones pass anyhow.
+//! - After two such epochs that ended by silence, the next ones over that pair begin with smaller segments
+//!   (`SEGMENTS`). That is sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A
+//!   stream whose silence was interrupted stays connected long enough for that cure: its segments become smaller
+//!   meanwhile, and then long frames arrive. That proves the same as an epoch with smaller segments that delivers.
+//! - After four epochs in vain the pair is left out: its streams go over others. Where no other is left, the next epoch
+//!   has `LAST_RESORT`, so that the kernel's cure has its time.
+//! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it.
+//!   Once the clock exceeds the patience for the peer, the connection ends with the next epoch in vain.
 //!
 //! None of this is on the path of a message: the control thread reads counters while it watches the streams.
 
@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 
 use crate::session::frame::MAX_STREAMS;
 
-/// The values of `TCP_MAXSEG` that are tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are
-/// headers. 536: a host accepts 576 over IPv4, 40 of which are headers.
+/// The values of `TCP_MAXSEG` that are tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which
+/// are headers. 536: a host accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
 
 /// A stream that is silent for this long after a handshake on its path has another reason than an outage. The
@@ -141,8 +141,8 @@ impl Deliveries {
         let pair = self.pairs.get_mut(at)?;
         let shrunk = using.filter(|using| pair.in_vain > 0 && *using < epoch.largest);
         (pair.in_vain, pair.silent, pair.counted) = (0, 0, None);
-        // The kernel's own cure begins with 1024 (`net.ipv4.tcp_base_mss`) and grows later, so a size below 1220 does not
-        // mean that 1220 is too much.
+        // The kernel's own cure begins with 1024 (`net.ipv4.tcp_base_mss`) and grows later, so a size below 1220 does
+        // not mean that 1220 is too much.
         let cured = shrunk.map(|using| SEGMENTS[usize::from(using < 1024)]);
         epoch.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }

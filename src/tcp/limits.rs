@@ -47,7 +47,7 @@ pub(crate) const fn max_early(window: u64) -> u64 {
     window / MESSAGE_COST + SLOTS as u64
 }
 
-/// How many separate ranges of one message may have begun to arrive. Between two ranges lies at least one chunk that is still
-/// under way. All streams' windows together hold `MAX_STREAMS * STREAM_WINDOW_FAR / CHUNK_MIN` of the smallest chunks. The
-/// limit is twice that, so that another release may send shorter chunks.
+/// How many separate ranges of one message may have begun to arrive. Between two ranges lies at least one chunk that is
+/// still under way. All streams' windows together hold `MAX_STREAMS * STREAM_WINDOW_FAR / CHUNK_MIN` of the smallest
+/// chunks. The limit is twice that, so that another release may send shorter chunks.
 pub(crate) const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUNK_MIN) as usize;

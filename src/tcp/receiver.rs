@@ -62,7 +62,8 @@ pub(crate) struct State {
     /// The chunks of messages that are reported to a profiler when all have arrived, and since when: only a few at a
     /// time.
     joined: Vec<(Part, Chunk, Ticks)>,
-    /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come and go.
+    /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come
+    /// and go.
     stages: Vec<Option<Vec<u8>>>,
     /// The stream and header with which a stage was opened.
     stage_heads: Vec<(usize, Header)>,
@@ -90,10 +91,10 @@ pub(crate) struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
-    /// Short messages arrive in it together with their header, in one system call, and are copied on. Of longer ones only
-    /// the beginning passes through it, and the rest goes straight to its place. A second system call (about 0.5 µs) is
-    /// cheaper than copying more than this twice. 4 KiB of data are 8 KiB in NCCL's LL protocol, and fit together with
-    /// their header.
+    /// Short messages arrive in it together with their header, in one system call, and are copied on. Of longer ones
+    /// only the beginning passes through it, and the rest goes straight to its place. A second system call (about 0.5
+    /// µs) is cheaper than copying more than this twice. 4 KiB of data are 8 KiB in NCCL's LL protocol, and fit
+    /// together with their header.
     input: Box<[u8]>,
     from: usize,
     to: usize,
@@ -440,8 +441,8 @@ impl RecvConn {
         self.own.announced.load(Ordering::Relaxed) == self.own.completed.load(Ordering::Relaxed) + 1
     }
 
-    /// Whether a stream was lost a short while ago. A sender that has said goodbye on the other streams reconnects it and
-    /// resends its data, if there was any.
+    /// Whether a stream was lost a short while ago. A sender that has said goodbye on the other streams reconnects it
+    /// and resends its data, if there was any.
     #[cold]
     fn is_recovering(&self) -> bool {
         let now = Instant::now();

@@ -339,7 +339,8 @@ impl RecvCore {
         Ok(place)
     }
 
-    /// How many messages of a tag are under way: the one whose frame has just begun, and all before it that are not complete.
+    /// How many messages of a tag are under way: the one whose frame has just begun, and all before it that are not
+    /// complete.
     #[inline]
     pub(crate) fn under_way(&mut self, header: &Header) -> usize {
         (header.order - self.tag(header.tag).base) as usize + 1
@@ -429,7 +430,8 @@ impl RecvCore {
         queue.retire();
     }
 
-    /// Whether the acknowledgements of stream `index` must be sent: a request waits for one, or much is not acknowledged.
+    /// Whether the acknowledgements of stream `index` must be sent: a request waits for one, or much is not
+    /// acknowledged.
     #[inline]
     pub(crate) fn is_ack_due(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| {
@@ -687,8 +689,8 @@ mod tests {
         assert_eq!(core.under_way(&frame(2, 0)), 2);
     }
 
-    /// Found by the fuzzer of calls: the rest of an early message arrived while `irecv` was failing, since its buffer was
-    /// too small. All of the message was copied into that buffer.
+    /// Found by the fuzzer of calls: the rest of an early message arrived while `irecv` was failing, since its buffer
+    /// was too small. All of the message was copied into that buffer.
     #[test]
     fn a_receive_that_is_refused_is_not_posted() {
         let mut core = RecvCore::default();

@@ -58,8 +58,8 @@ pub(crate) struct Landed {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// The entry stands for several chunks ([`SendCore::watch_landings`]): the lowest offset, the earliest beginning, the last
-    /// stream.
+    /// The entry stands for several chunks ([`SendCore::watch_landings`]): the lowest offset, the earliest beginning,
+    /// the last stream.
     pub joined: bool,
     /// The message's number.
     pub message: u64,
@@ -175,9 +175,9 @@ struct Stream {
     /// Frames that the receiver acknowledged on this stream.
     acked_here: u64,
     /// Frames that the receiver acknowledged on another stream. That acknowledgement may be read before the thread that
-    /// holds this stream has counted a frame as [`Written`], although the kernel has taken it. Such a frame does not count
-    /// as acknowledged before [`SendCore::settle`]: its message would be over, and another message would have its key when
-    /// that thread records the frame.
+    /// holds this stream has counted a frame as [`Written`], although the kernel has taken it. Such a frame does not
+    /// count as acknowledged before [`SendCore::settle`]: its message would be over, and another message would have its
+    /// key when that thread records the frame.
     claimed: u64,
     /// Bytes handed out since a chunk requested a prompt acknowledgement.
     unrequested: u64,
@@ -212,7 +212,8 @@ pub struct SendCore {
     again: VecDeque<Flight>,
     credit_used: u64,
     credit_limit: u64,
-    /// Frames sent on the first stream, and bytes of credit used, when [`SendCore::should_read_acks`] last returned true.
+    /// Frames sent on the first stream, and bytes of credit used, when [`SendCore::should_read_acks`] last returned
+    /// true.
     at_last_read: (u64, u64),
     streams: Vec<Stream>,
     /// Connected streams beyond the first.
@@ -284,9 +285,9 @@ impl SendCore {
         }
     }
 
-    /// The path is long ([`is_far`](super::limits::is_far)). If the peer then accepts more eager messages ([`FEATURE_FAR`]),
-    /// the sender never waits for a round trip: neither for the receive, nor for credit, nor for acknowledgements. To be called
-    /// before anything is posted.
+    /// The path is long ([`is_far`](super::limits::is_far)). If the peer then accepts more eager messages
+    /// ([`FEATURE_FAR`]), the sender never waits for a round trip: neither for the receive, nor for credit, nor for
+    /// acknowledgements. To be called before anything is posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
     pub(crate) fn go_far(&mut self, peer_has_room: bool) {
@@ -523,11 +524,11 @@ impl SendCore {
         }
     }
 
-    /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Sends that are done
-    /// at once are not tested again, so without this no call of NCCL would read the credit that the receiver returns. The
-    /// credit would seem used up, and each message would request an acknowledgement. The answer is yes only while more
-    /// than [`ACK_EVERY`] frames or a quarter of the credit are out. A receiver that is behind returns little, so it is
-    /// yes only once in [`POLL_EVERY`] frames, or in a sixteenth of the near credit window.
+    /// Whether a thread that sends short messages should read the acknowledgements on the first stream. Sends that are
+    /// done at once are not tested again, so without this no call of NCCL would read the credit that the receiver
+    /// returns. The credit would seem used up, and each message would request an acknowledgement. The answer is yes
+    /// only while more than [`ACK_EVERY`] frames or a quarter of the credit are out. A receiver that is behind returns
+    /// little, so it is yes only once in [`POLL_EVERY`] frames, or in a sixteenth of the near credit window.
     #[inline]
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
@@ -598,7 +599,8 @@ impl SendCore {
         self.carrier.is_none_or(|carrier| carrier == index)
     }
 
-    /// From now on `one` further stream carries the long messages, or all do. To be followed by [`SendCore::take_roomy`].
+    /// From now on `one` further stream carries the long messages, or all do. To be followed by
+    /// [`SendCore::take_roomy`].
     pub(crate) fn choose_carrier(&mut self, one: bool) {
         if one == self.carrier.is_some() {
             return;
@@ -628,13 +630,13 @@ impl SendCore {
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to start for `bytes` more of long messages, those with the least on the way first, and how many. The first
-    /// stream is not among them, unless the path is long and there are others. 0: there is only the first stream.
+    /// The streams to start for `bytes` more of long messages, those with the least on the way first, and how many. The
+    /// first stream is not among them, unless the path is long and there are others. 0: there is only the first stream.
     ///
-    /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
-    /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
-    /// several wires: each takes part, as far as there are chunks. Over a full network only `one` further stream does
-    /// ([`Spread`](crate::engine::schedule::spread::Spread)).
+    /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one
+    /// frame. A stream that is slow comes after all others: most of the message, or all of it, might wait for it.
+    /// Several rails are several wires: each takes part, as far as there are chunks. Over a full network only `one`
+    /// further stream does ([`Spread`](crate::engine::schedule::spread::Spread)).
     pub(crate) fn engage(&mut self, bytes: u64, one: bool) -> ([u8; MAX_STREAMS], usize) {
         self.choose_carrier(one);
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
@@ -675,9 +677,9 @@ impl SendCore {
         live.map(|(index, stream)| (index, stream.pace)).min_by_key(|(_, pace)| *pace).unwrap_or_default()
     }
 
-    /// Whether this stream leaves the ready bytes to the other streams: it is slow, and would take longer for its next chunk
-    /// than the others for all bytes. The fastest is then named as one to wake ([`SendCore::take_roomy`]). The stream that was
-    /// woken for a message may have become slow since, and no other stream knows of the message.
+    /// Whether this stream leaves the ready bytes to the other streams: it is slow, and would take longer for its next
+    /// chunk than the others for all bytes. The fastest is then named as one to wake ([`SendCore::take_roomy`]). The
+    /// stream that was woken for a message may have become slow since, and no other stream knows of the message.
     fn leaves_to_others(&mut self, index: usize) -> bool {
         let stream = &self.streams[index];
         if index == 0 || self.each || !stream.pace.is_doubtful() || self.long.is_empty() {
@@ -690,8 +692,8 @@ impl SendCore {
         if is_better_left {
             self.carrier = self.carrier.map(|_| fastest);
             self.roomy |= 1 << fastest;
-            // The stream may have stalled once and recovered, and where it is woken for each message nothing else resets its
-            // pace.
+            // The stream may have stalled once and recovered, and where it is woken for each message nothing else
+            // resets its pace.
             self.streams[index].pace.forget();
         }
         is_better_left
@@ -722,11 +724,11 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        // This side keeps a copy so that the send can be reported done as soon as the kernel took it. The limit is 64 KiB
-        // with one stream: the copy takes about 3 µs, and an acknowledgement costs both sides several system calls. It is
-        // 32 KiB on the first stream where there are workers. Longer messages wait for the acknowledgement. On a worker's
-        // stream that delays no other message, and it empties the stream before the next message comes, which then finds
-        // the worker awake.
+        // This side keeps a copy so that the send can be reported done as soon as the kernel took it. The limit is 64
+        // KiB with one stream: the copy takes about 3 µs, and an acknowledgement costs both sides several system calls.
+        // It is 32 KiB on the first stream where there are workers. Longer messages wait for the acknowledgement. On a
+        // worker's stream that delays no other message, and it empties the stream before the next message comes, which
+        // then finds the worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
@@ -784,8 +786,8 @@ impl SendCore {
         self.take_credit_back(credit)
     }
 
-    /// The receiver acknowledged `counts` frames of the streams, in order of their numbers, on any stream. To be followed by
-    /// [`SendCore::acknowledge`] for the stream that carried the acknowledgement.
+    /// The receiver acknowledged `counts` frames of the streams, in order of their numbers, on any stream. To be
+    /// followed by [`SendCore::acknowledge`] for the stream that carried the acknowledgement.
     ///
     /// # Errors
     /// As there.
@@ -804,8 +806,9 @@ impl SendCore {
         Ok(())
     }
 
-    /// Takes frames of stream `index` as acknowledged that were acknowledged on another stream, and that its own thread has
-    /// counted as [`Written`] in the meantime. To be called when that thread has counted one. Returns whether there was any.
+    /// Takes frames of stream `index` as acknowledged that were acknowledged on another stream, and that its own thread
+    /// has counted as [`Written`] in the meantime. To be called when that thread has counted one. Returns whether there
+    /// was any.
     #[inline]
     pub fn settle(&mut self, index: usize, done: &mut Vec<Key>) -> bool {
         let claims = self.streams.get(index).is_some_and(|stream| stream.claimed > stream.acked);
@@ -867,8 +870,8 @@ impl SendCore {
         std::mem::take(&mut self.roomy)
     }
 
-    /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: it has just received
-    /// them.
+    /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: it has just
+    /// received them.
     fn land(&mut self, index: usize, frames: u64, timed: bool, done: &mut Vec<Key>) {
         let carriers = self.carriers();
         let had_room = self.streams[index].has_room();
@@ -984,7 +987,8 @@ impl SendCore {
         if index == 0 {
             self.at_last_read.0 = self.at_last_read.0.min(frames);
         }
-        // A separate count for the next epoch: a thread that still holds the old one counts bytes that nothing waits for.
+        // A separate count for the next epoch: a thread that still holds the old one counts bytes that nothing waits
+        // for.
         stream.written = Arc::new(Written(AtomicU64::new(frames)));
         for flight in &lost {
             self.messages[flight.key].flying -= 1;

@@ -60,8 +60,8 @@ struct Payload {
     ticket: Option<Ticket>,
 }
 
-// SAFETY: the transport may use the memory at `data` until the request ends (the promise of `isend`). The payload is only
-// reached under the state's lock or while a chunk of it is unacknowledged.
+// SAFETY: the transport may use the memory at `data` until the request ends (the promise of `isend`). The payload is
+// only reached under the state's lock or while a chunk of it is unacknowledged.
 unsafe impl Send for Payload {}
 
 /// The data that changes under the state's lock.
@@ -369,8 +369,8 @@ impl SendConn {
         let me: Arc<dyn ConnectingSide> = self.clone();
         self.net.remember_connecting(&me);
         if !self.recovery {
-            // If the stream were dropped half-way because the connection is closed again, the peer would consider that a
-            // failure.
+            // If the stream were dropped half-way because the connection is closed again, the peer would consider that
+            // a failure.
             return Ok(());
         }
         if self.net.may_grow_early() {
@@ -454,7 +454,8 @@ impl SendConn {
         let posted_at = self.events.follow(ticket.slot, 0, profiler);
         // The number of a message that is done when it is posted.
         let mut done_as = None;
-        // The message is sent in this call if the first stream is free. As always, the stream is locked before the state.
+        // The message is sent in this call if the first stream is free. As always, the stream is locked before the
+        // state.
         let mut held = if sends_itself { self.streams[0].hold() } else { None };
         let mut work = WRITE;
         let posted = {

@@ -1,17 +1,18 @@
 //! Noticing that nothing moves because the host's own queue dropped a packet.
 //!
-//! A full queueing discipline of the local interface (`tbf`, `htb` and the like) drops a packet before it leaves. If nothing
-//! else of the stream is on its way, no acknowledgement will arrive, and Linux tries again when its zero-window probe timer
-//! ends. That takes 200 ms, a time that no socket option shortens (`tcp_check_probe_timer`). Everything that waits for this
-//! stream stands still until then. But whenever a program sets `TCP_NODELAY`, the kernel sends what is pending.
+//! A full queueing discipline of the local interface (`tbf`, `htb` and the like) drops a packet before it leaves. If
+//! nothing else of the stream is on its way, no acknowledgement will arrive, and Linux tries again when its zero-window
+//! probe timer ends. That takes 200 ms, a time that no socket option shortens (`tcp_check_probe_timer`). Everything
+//! that waits for this stream stands still until then. But whenever a program sets `TCP_NODELAY`, the kernel sends what
+//! is pending.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::engine::backoff_timer::BackoffTimer;
 
-/// How long nothing has moved on a connection that has something to move. The control thread alone uses it, whenever it polls
-/// the connection ([`attend`](crate::engine::schedule::attend)).
+/// How long nothing has moved on a connection that has something to move. The control thread alone uses it, whenever it
+/// polls the connection ([`attend`](crate::engine::schedule::attend)).
 #[derive(Debug)]
 pub(super) struct Standstill(Mutex<Still>);
 

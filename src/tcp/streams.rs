@@ -62,7 +62,8 @@ impl<D: Direction> Connection<D> {
         Some(checked)
     }
 
-    /// Makes the kernel send pending data where nothing has moved for a few milliseconds ([`standstill`](super::standstill)).
+    /// Makes the kernel send pending data where nothing has moved for a few milliseconds
+    /// ([`standstill`](super::standstill)).
     pub(super) fn push_if_stuck(&self) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let moved = count(&self.counters.chunks) + count(&self.counters.messages);
@@ -109,8 +110,8 @@ impl<D: Direction> Connection<D> {
         self.samples().any(|sample| sample.silent < since.elapsed())
     }
 
-    /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The thread polls the
-    /// streams without the suspicion's lock.
+    /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The thread polls
+    /// the streams without the suspicion's lock.
     pub(super) fn drop_refuted(&self) {
         let suspected = lock(&self.inquiry).as_ref().filter(|inquiry| inquiry.is_suspicion()).map(PeerInquiry::since);
         let Some(since) = suspected else { return };

@@ -422,7 +422,8 @@ pub enum Body {
         channel: u8,
         timer: u64,
     },
-    /// A part of a kernel on symmetric memory, from v7 on: the barrier before its work, the work, or the barrier behind it.
+    /// A part of a kernel on symmetric memory, from v7 on: the barrier before its work, the work, or the barrier behind
+    /// it.
     KernelPhase {
         channel: u8,
         number: u8,

@@ -7,8 +7,8 @@
 
 use super::place::{POSITION_BITS, Place, SHARDS};
 
-/// Set in event keys under which nothing is recorded: of events that only the chained profiler wants, and of those that stand
-/// for their parents.
+/// Set in event keys under which nothing is recorded: of events that only the chained profiler wants, and of those that
+/// stand for their parents.
 const SILENT: u64 = 1 << 47;
 
 /// Set in the keys of events whose updates carry [`crate::nccl::net_event::NetEvent`].

@@ -45,8 +45,8 @@ struct Entry {
 /// How many addresses are remembered.
 const RECENTS: usize = 64;
 
-/// Addresses of strings, each with the number of what was there (16 bits): NCCL passes the same constants with every call. What
-/// is there now is compared with it, which takes a quarter of the time of looking it up.
+/// Addresses of strings, each with the number of what was there (16 bits): NCCL passes the same constants with every
+/// call. What is there now is compared with it, which takes a quarter of the time of looking it up.
 static RECENT: [AtomicU64; RECENTS] = [const { AtomicU64::new(0) }; RECENTS];
 
 struct Table([Entry; ENTRIES]);
@@ -73,8 +73,8 @@ impl Name {
     /// A string that found no room.
     pub(crate) const OTHER: Name = Name(u16::MAX);
 
-    /// The string's number. A bounded number of places is tried. One that another thread fills with the same string just now is
-    /// waited for, for a bounded time: after that the string is in the table twice.
+    /// The string's number. A bounded number of places is tried. One that another thread fills with the same string
+    /// just now is waited for, for a bounded time: after that the string is in the table twice.
     pub(crate) fn new(text: &[u8]) -> Name {
         if text.is_empty() {
             return Self::NONE;

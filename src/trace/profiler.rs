@@ -91,10 +91,11 @@ struct Call {
 }
 
 impl Call {
-    /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if a time after that is known.
+    /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if a time after that is
+    /// known.
     ///
-    /// A shard's records keep their order whatever their times are ([`super::writer`]). So only a record that follows from
-    /// one in another shard needs a time that is certainly later than that one's.
+    /// A shard's records keep their order whatever their times are ([`super::writer`]). So only a record that follows
+    /// from one in another shard needs a time that is certainly later than that one's.
     #[inline]
     fn this(cause: u64, now: Option<u64>) -> Self {
         let thread = thread();
@@ -268,8 +269,8 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 }
 
 impl Profiler {
-    /// Whether this change of state is of no use: that an operation is in progress is shown in a trace only. Or it was the
-    /// event's last one too: NCCL reports at each attempt to send that the receiver is not ready, many times in a
+    /// Whether this change of state is of no use: that an operation is in progress is shown in a trace only. Or it was
+    /// the event's last one too: NCCL reports at each attempt to send that the receiver is not ready, many times in a
     /// microsecond.
     #[inline]
     fn is_of_no_use(&self, event: u64, now: c_int) -> bool {
@@ -455,8 +456,8 @@ extern "C" fn at_exit() {
         let asked = profiler.requests.send(Request::Exit(reply)).is_ok();
         let last_words = asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten();
         let (done, wait) = mpsc::channel();
-        // Not on this thread: the file system may not answer, and a file beyond RLIMIT_FSIZE makes the kernel send its writer
-        // SIGXFSZ, which the library's own threads block.
+        // Not on this thread: the file system may not answer, and a file beyond RLIMIT_FSIZE makes the kernel send its
+        // writer SIGXFSZ, which the library's own threads block.
         let leave = move || {
             super::state_file::leave(last_words);
             super::service::leave();

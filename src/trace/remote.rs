@@ -12,7 +12,8 @@
 //! ranks. A client without the key gets no answer and no work: the process closes the connection at its first message.
 //! A recorded offer may be sent again, but its sender cannot encrypt a request.
 //!
-//! A record is its length (2 bytes, big-endian) and its ciphertext; the first byte of its text is 1 when more follow, else 0.
+//! A record is its length (2 bytes, big-endian) and its ciphertext; the first byte of its text is 1 when more follow,
+//! else 0.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

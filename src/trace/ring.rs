@@ -4,9 +4,9 @@
 //! its thread pointer hashes to, so two threads seldom meet and a thread's own records stay in order. Nothing is
 //! registered per thread and nothing is freed at a thread's end: communicators and their threads may come and go.
 //!
-//! Guarantees: [`Ring::push`] never waits for another thread. A producer that was interrupted between claiming a slot and
-//! filling it delays the consumer, not other producers. A full shard refuses, and refuses starts first, so that the stops
-//! of events already begun still find room. A record's place is unique for ever and serves as the event's id.
+//! Guarantees: [`Ring::push`] never waits for another thread. A producer that was interrupted between claiming a slot
+//! and filling it delays the consumer, not other producers. A full shard refuses, and refuses starts first, so that the
+//! stops of events already begun still find room. A record's place is unique for ever and serves as the event's id.
 //!
 //! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`.
 
@@ -153,7 +153,8 @@ impl Shard {
     }
 }
 
-/// The shard that a thread uses. Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
+/// The shard that a thread uses. Thread pointers are megabytes apart; the multiplication mixes them into the upper
+/// bits.
 #[inline]
 pub(crate) fn shard_of(thread: u64) -> usize {
     ((thread >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize

@@ -35,7 +35,8 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// Processes that have the same host name and number.
 const SOCKETS: u32 = 64;
 
-/// The control socket that this process made: its path, and device and inode, since another process may put its own there.
+/// The control socket that this process made: its path, and device and inode, since another process may put its own
+/// there.
 static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 
 /// Removes the control socket at the end of the process, when no thread answers it any more.
@@ -200,8 +201,8 @@ pub(super) fn control() -> Option<PathBuf> {
     MADE.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(path, _)| path.clone())
 }
 
-/// Binds the control socket for this user alone, in place of one that a dead process left, and beside one that a living process of
-/// the same name has.
+/// Binds the control socket for this user alone, in place of one that a dead process left, and beside one that a living
+/// process of the same name has.
 fn bind(path: &Path) -> std::io::Result<UnixListener> {
     let (listener, ..) = first_free(path, SOCKETS, std::io::ErrorKind::AddrInUse, bind_at)?;
     Ok(listener)

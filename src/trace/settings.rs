@@ -1,7 +1,7 @@
 //! The settings of the built-in profiler, read from the environment when a communicator is created.
 //!
-//! NCCL 2.28 and later loads the profiler of any network plugin. Unless it is asked for more, it remembers the last calls and the
-//! open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
+//! NCCL 2.28 and later loads the profiler of any network plugin. Unless it is asked for more, it remembers the last
+//! calls and the open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;

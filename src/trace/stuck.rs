@@ -1,8 +1,8 @@
 //! Warns once of each call that does not end. The warning is the sentence of `towline why` where the states of the
 //! job's processes lie in a directory. Otherwise it uses this process's own data.
 //!
-//! The states are read on a thread of their own, since a file system may not answer; it has [`PATIENCE`], and the writer does
-//! not wait for it.
+//! The states are read on a thread of their own, since a file system may not answer; it has [`PATIENCE`], and the
+//! writer does not wait for it.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;

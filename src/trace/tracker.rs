@@ -3,7 +3,8 @@
 //! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
 //! stopped and its last operation has ended: NCCL's own stop means only that it is enqueued.
 //!
-//! Its size is bounded: by [`Tracker::new`]'s number of collectives and of transfers per communicator, and by 65,536 operations and steps.
+//! Its size is bounded: by [`Tracker::new`]'s number of collectives and of transfers per communicator, and by 65,536
+//! operations and steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -183,8 +184,8 @@ impl Tracker {
         self.open_steps().into_iter().map(|(context, steps)| (context, waits(steps))).collect()
     }
 
-    /// The open steps of each communicator that wait, the oldest first. NCCL asks for the data of several steps ahead; while the GPU has not
-    /// taken those that have come, the further ones hold no rank up.
+    /// The open steps of each communicator that wait, the oldest first. NCCL asks for the data of several steps ahead;
+    /// while the GPU has not taken those that have come, the further ones hold no rank up.
     pub(crate) fn open_steps(&self) -> BTreeMap<u64, Vec<OpenStep>> {
         let supplied: BTreeSet<u64> =
             self.steps.values().filter(|step| step.arrived).map(|step| step.operation).collect();

@@ -1,5 +1,5 @@
-//! FlagCX's interface of the library, driven as FlagCX's own path drives it (`support::flagcx`). FlagCX itself, with its
-//! accelerators, is not part of these tests.
+//! FlagCX's interface of the library, driven as FlagCX's own path drives it (`support::flagcx`). FlagCX itself, with
+//! its accelerators, is not part of these tests.
 
 use std::ffi::CStr;
 use std::mem::{offset_of, size_of};

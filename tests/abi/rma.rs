@@ -1,5 +1,5 @@
-//! One-sided operations, driven as NCCL's progress thread drives them (`support::rma`), in host memory. NCCL itself is not
-//! part of these tests.
+//! One-sided operations, driven as NCCL's progress thread drives them (`support::rma`), in host memory. NCCL itself is
+//! not part of these tests.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -97,8 +97,8 @@ fn nothing_is_offered_to_a_communicator_of_another_network() {
     });
 }
 
-/// Compares the devices of one-sided operations with those of the network: NCCL reads the former into its topology first. Gives
-/// their names.
+/// Compares the devices of one-sided operations with those of the network: NCCL reads the former into its topology
+/// first. Gives their names.
 fn compared_devices() -> Vec<String> {
     let net = context(ApiVersion::V12);
     let theirs = (0..net.devices().expect("devices")).map(|dev| net.properties(dev).expect("getProperties"));

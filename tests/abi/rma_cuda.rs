@@ -1,5 +1,6 @@
-//! One-sided operations on a GPU's memory, with `tests/cuda_stand_in.c` for CUDA's driver: its memory faults when the host
-//! touches it, and its copies happen late. NCCL and real GPUs are not part of these tests: `tests/gpu/one_sided.py`.
+//! One-sided operations on a GPU's memory, with `tests/cuda_stand_in.c` for CUDA's driver: its memory faults when the
+//! host touches it, and its copies happen late. NCCL and real GPUs are not part of these tests:
+//! `tests/gpu/one_sided.py`.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! How one-sided operations end where something is in the way: a stalled network, an end of the context, an error that NCCL
-//! does not read.
+//! How one-sided operations end where something is in the way: a stalled network, an end of the context, an error that
+//! NCCL does not read.
 
 use std::process::Stdio;
 use std::sync::Arc;

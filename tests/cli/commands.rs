@@ -554,8 +554,8 @@ fn names_that_are_no_utf8_are_taken_as_they_are() {
     }
 }
 
-/// Ctrl-C at a terminal reaches the program and its processes alike, and a signal from elsewhere the program alone. Results
-/// that did not come leave no file, and none changed.
+/// Ctrl-C at a terminal reaches the program and its processes alike, and a signal from elsewhere the program alone.
+/// Results that did not come leave no file, and none changed.
 #[test]
 fn an_interrupt_ends_the_program_and_its_processes() {
     let dir = tempfile::tempdir().unwrap();
@@ -700,8 +700,8 @@ fn doctor_shows_the_host_as_text_and_as_json() {
     assert!(text.contains("device 0: "), "{text}");
     let output = run(&["doctor", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
-    // On a screen: all of a host with one interface, one setting, two findings, no RDMA and no NCCL. What another has more of
-    // takes lines of its own.
+    // On a screen: all of a host with one interface, one setting, two findings, no RDMA and no NCCL. What another has
+    // more of takes lines of its own.
     let number = |list: &str| json.pointer(list).and_then(serde_json::Value::as_array).expect("a list").len();
     let used =
         json["interfaces"]["list"].as_array().unwrap().iter().filter(|interface| interface["used"] == true).count();

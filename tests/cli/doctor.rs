@@ -1,5 +1,5 @@
-//! `towline doctor` gives the right cure: each case makes the host sick, lets the doctor name the cause, does what it says and
-//! looks again.
+//! `towline doctor` gives the right cure: each case makes the host sick, lets the doctor name the cause, does what it
+//! says and looks again.
 //!
 //! A case for every cause is asked for by [`every_cause_has_a_case`].
 
@@ -122,8 +122,8 @@ impl Host {
         if self.is_nobody {
             // Its directory may be closed to others, as root's home is.
             program = self.path("towline-for-others");
-            // Not by this process: a process that another test starts meanwhile would inherit the open file, and the kernel
-            // does not run a file that any process has open for writing.
+            // Not by this process: a process that another test starts meanwhile would inherit the open file, and the
+            // kernel does not run a file that any process has open for writing.
             let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_towline")).arg(&program).status();
             assert!(copied.expect("cp runs").success(), "a copy");
         }
@@ -432,8 +432,8 @@ fn limits_that_are_tight() {
     Host::inside(&left).is_cured("small-tcp-buffer");
 }
 
-/// Whether every cause of `src/cli/doctor/finding.rs` is in a case above, or, where no test can make the host sick (a card, a
-/// kernel module), in a unit test beside its check.
+/// Whether every cause of `src/cli/doctor/finding.rs` is in a case above, or, where no test can make the host sick (a
+/// card, a kernel module), in a unit test beside its check.
 #[test]
 fn every_cause_has_a_case() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

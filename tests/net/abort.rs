@@ -1,6 +1,6 @@
-//! NCCL aborts when something is wrong: a close amid transfers, from another thread, while all streams are silent or reset, or
-//! the peer is stopped. It must not wait for what may never come, must leave nothing behind, and what was posted is the
-//! caller's again when it returns.
+//! NCCL aborts when something is wrong: a close amid transfers, from another thread, while all streams are silent or
+//! reset, or the peer is stopped. It must not wait for what may never come, must leave nothing behind, and what was
+//! posted is the caller's again when it returns.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,6 @@
-//! On an abort NCCL takes back its buffers and frees them with requests in flight, and only then closes the connections. After
-//! `deregMr` has returned nobody touches that memory: here it cannot be touched, so a thread that does is killed by SIGSEGV.
+//! On an abort NCCL takes back its buffers and frees them with requests in flight, and only then closes the
+//! connections. After `deregMr` has returned nobody touches that memory: here it cannot be touched, so a thread that
+//! does is killed by SIGSEGV.
 
 use std::ptr::null_mut;
 use std::slice;
@@ -201,8 +202,8 @@ fn after_a_registration_has_ended_nobody_touches_its_memory() {
     }
 }
 
-/// Buffers come and go while others are in use, from other threads: that disturbs nothing, nor does the end of a registration
-/// whose requests have ended.
+/// Buffers come and go while others are in use, from other threads: that disturbs nothing, nor does the end of a
+/// registration whose requests have ended.
 #[test]
 fn registrations_without_an_outstanding_request_end_without_disturbing_the_connection() {
     let _watchdog = watchdog(60);
@@ -241,8 +242,8 @@ fn registrations_without_an_outstanding_request_end_without_disturbing_the_conne
     pair.recv.close().expect("close");
 }
 
-/// NCCL's own transports accept `isend` and `irecv` after the peer has aborted, and let `test` say so; and one abort is one
-/// warning for each peer, however many connections end with it.
+/// NCCL's own transports accept `isend` and `irecv` after the peer has aborted, and let `test` say so; and one abort is
+/// one warning for each peer, however many connections end with it.
 #[test]
 fn after_the_peers_abort_calls_are_accepted_and_the_peer_is_warned_of_once() {
     let name = "deregister::after_the_peers_abort_calls_are_accepted_and_the_peer_is_warned_of_once";

@@ -1,5 +1,5 @@
-//! A process whose descriptors run out (`RLIMIT_NOFILE`): what is connected goes on, what cannot be connected fails with a
-//! reason and in time, and everything works again when there are descriptors.
+//! A process whose descriptors run out (`RLIMIT_NOFILE`): what is connected goes on, what cannot be connected fails
+//! with a reason and in time, and everything works again when there are descriptors.
 
 use std::fs::File;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Packets that do not leave this host, because its own queueing discipline drops them, or that are lost when nothing else is
-//! on the way: what the kernel alone would repeat after 200 ms, while all ranks wait.
+//! Packets that do not leave this host, because its own queueing discipline drops them, or that are lost when nothing
+//! else is on the way: what the kernel alone would repeat after 200 ms, while all ranks wait.
 
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -15,8 +15,8 @@ const GAP: Duration = Duration::from_millis(20);
 /// Without Towline's doing, no message arrives before this.
 const KERNEL: Duration = Duration::from_millis(200);
 
-/// Runs `begin`, and `end` after the gap: how long a message takes that is sent between the two. The best of some: a busy
-/// machine delays them.
+/// Runs `begin`, and `end` after the gap: how long a message takes that is sent between the two. The best of some: a
+/// busy machine delays them.
 fn best_over_a_gap(pair: &Pair, size: usize, mut begin: impl FnMut(), mut end: impl FnMut()) -> Duration {
     let mut once = |seed| {
         let target = Memory::new(size);

@@ -1,7 +1,7 @@
 //! What the transport tells NCCL's profiler of each transfer, and when: every rule whose breach crashes some NCCL.
 //!
-//! The RDMA test machine runs those that are not about sockets over RDMA as well; what is told there of queue pairs is in
-//! `rdma::events`.
+//! The RDMA test machine runs those that are not about sockets over RDMA as well; what is told there of queue pairs is
+//! in `rdma::events`.
 
 use std::ffi::CString;
 use std::process::Command;
@@ -170,7 +170,8 @@ fn a_later_start_that_is_declined_is_not_stopped_and_the_others_are() {
             assert!(is_over_rdma() || told.iter().map(|piece| piece.length).sum::<u64>() < size as u64);
         }
         assert!(target.bytes() == pattern(2, size));
-        // A profiler that declined the last piece is called once in the next transfer, and after that for each piece again.
+        // A profiler that declined the last piece is called once in the next transfer, and after that for each piece
+        // again.
         moved(&pair, pattern(3, size));
         let (sender, _) = moved(&pair, pattern(3, size));
         assert_eq!(sender.len(), if is_over_rdma() { 1 } else { 8 }, "{sender:?}");

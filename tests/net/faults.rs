@@ -1,6 +1,7 @@
 //! Two hosts whose rails are cut while they talk: what must go on goes on, what cannot ends soon, and nothing is wrong.
 //!
-//! The long form of the random test, alone: `TOWLINE_FAULTS=500 cargo test --release --test net at_random -- --ignored`.
+//! The long form of the random test, alone: `TOWLINE_FAULTS=500 cargo test --release --test net at_random --
+//! --ignored`.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -201,8 +202,8 @@ fn survive(test: &str, network: &Network, rail: usize, how: Cut, promised: Durat
     child::receive(ends.mail.path(), "handle");
     std::thread::sleep(1500 * MS);
     assert!((0..2).all(|rail| network.hosts.0.sent_over(rail) > 2 << 20), "both rails are used");
-    // The commands that cut it take their time, and what they do is done at their end: that is when the clock starts. What
-    // was noticed before counts as noticed at once.
+    // The commands that cut it take their time, and what they do is done at their end: that is when the clock starts.
+    // What was noticed before counts as noticed at once.
     let begun = clock();
     network.cut(rail, how);
     let cut = clock();
@@ -240,8 +241,8 @@ fn survive(test: &str, network: &Network, rail: usize, how: Cut, promised: Durat
     Survived { noticed, steady, back }
 }
 
-/// A rail that is cut, one and the other, is noticed within `promised`; the rate is back at 0.9 of what is left within a
-/// second of that; and the rail is used again within 5 s of its return.
+/// A rail that is cut, one and the other, is noticed within `promised`; the rate is back at 0.9 of what is left within
+/// a second of that; and the rail is used again within 5 s of its return.
 fn survives(test: &str, how: Cut, promised: Duration) {
     if plays() || !available() {
         return;
@@ -290,8 +291,8 @@ fn a_rail_whose_rate_goes_to_nothing_is_survived() {
     survives("faults::a_rail_whose_rate_goes_to_nothing_is_survived", Cut::Stuck, SILENT);
 }
 
-/// A rail that loses packets, and one that comes and goes: nothing is wrong, nothing ends, and the other rail's share is moved
-/// all the time.
+/// A rail that loses packets, and one that comes and goes: nothing is wrong, nothing ends, and the other rail's share
+/// is moved all the time.
 #[test]
 fn a_rail_that_loses_packets_and_one_that_flaps_are_lived_with() {
     const NAME: &str = "faults::a_rail_that_loses_packets_and_one_that_flaps_are_lived_with";
@@ -335,8 +336,8 @@ fn a_rail_that_loses_packets_and_one_that_flaps_are_lived_with() {
     assert!(back <= 5000 * MS, "the rail is used again after {back:?}");
 }
 
-/// The kernel drops news of links for which a process that does not read has no room, and says so: what went down then must
-/// be noticed as soon as the process runs, and not by its silence.
+/// The kernel drops news of links for which a process that does not read has no room, and says so: what went down then
+/// must be noticed as soon as the process runs, and not by its silence.
 #[test]
 fn a_link_that_goes_down_while_news_of_links_are_lost_is_noticed_at_once() {
     const NAME: &str = "faults::a_link_that_goes_down_while_news_of_links_are_lost_is_noticed_at_once";
@@ -388,8 +389,8 @@ struct Tally {
     outages: usize,
 }
 
-/// Cuts rails in all ways at random times until `limit` faults were made. One rail at least is in order at any time, but
-/// for outages of all rails, which are short and silent.
+/// Cuts rails in all ways at random times until `limit` faults were made. One rail at least is in order at any time,
+/// but for outages of all rails, which are short and silent.
 fn cut_at_random(network: &Network, seed: u64, limit: usize) -> Tally {
     let mut dice = Dice::new(seed);
     let mut tally = Tally::default();
@@ -603,13 +604,13 @@ fn soak_receiver() {
 /// KiB that may be allocated in the last fifth beyond the second: staged messages and copies of the moment.
 const USED_MORE: usize = 4 << 10;
 
-/// Resident KiB from which growth shows, and how much of it must lie in the last two fifths to be a slope: a slope of 8 MiB
-/// in three fifths has about 5 there.
+/// Resident KiB from which growth shows, and how much of it must lie in the last two fifths to be a slope: a slope of 8
+/// MiB in three fifths has about 5 there.
 const RESIDENT_MORE: usize = 8 << 10;
 const RESIDENT_STEEP: usize = 4 << 10;
 
-/// Leaves what was measured, and checks that memory and descriptors are flat: the middles of fifths of the rounds against
-/// each other; descriptors when all connections are closed.
+/// Leaves what was measured, and checks that memory and descriptors are flat: the middles of fifths of the rounds
+/// against each other; descriptors when all connections are closed.
 fn tell_flat(who: &str, rounds: usize, log: &[Sample]) {
     let fifth = log.len() / 5;
     let middle = |part: usize, pick: fn(&Sample) -> usize| {
@@ -619,8 +620,8 @@ fn tell_flat(who: &str, rounds: usize, log: &[Sample]) {
     };
     let used = [1, 2, 3, 4].map(|part| middle(part, |it| it.used));
     let resident = [1, 2, 3, 4].map(|part| middle(part, |it| it.resident));
-    // Sockets of closed connections stay up to 5 s where the peer does not answer: a cut rail leaves hundreds for that long,
-    // so what counts is what is left when they have had that time.
+    // Sockets of closed connections stay up to 5 s where the peer does not answer: a cut rail leaves hundreds for that
+    // long, so what counts is what is left when they have had that time.
     let few = log[fifth..2 * fifth].iter().map(|it| it.descriptors).min().unwrap_or(0);
     let deadline = Instant::now() + Duration::from_secs(10);
     let mut many = crate::support::descriptors().len();

@@ -9,9 +9,9 @@ use crate::support::pair::Pair;
 use crate::support::{PATIENCE, context, net, outcome, pair, part, pattern, raw, watchdog};
 use towline::host::{ApiVersion, Code, Handle, Memory, Part};
 
-/// The death of a process whose end the kernel tells by resets is promised to be noticed within a second. Over sockets 0.8 s
-/// of refusals make it sure, so that a quarter of a second is left for a machine that runs other tests. RDMA asks the dead
-/// process over its network first, in an emulated machine.
+/// The death of a process whose end the kernel tells by resets is promised to be noticed within a second. Over sockets
+/// 0.8 s of refusals make it sure, so that a quarter of a second is left for a machine that runs other tests. RDMA asks
+/// the dead process over its network first, in an emulated machine.
 fn death_is_noticed_within(over_rdma: Duration) -> Duration {
     if crate::support::is_over_rdma() { over_rdma } else { Duration::from_millis(1000 + 250) }
 }
@@ -209,8 +209,8 @@ fn a_sender_whose_receiver_is_killed_gets_an_error_and_no_signal() {
             let mut handle = Handle::from_bytes(&child::receive(mail.path(), "handle"));
             let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
             child::receive(mail.path(), "ready");
-            // One in flight, which over RDMA a slow kernel may finish for the dead, and one that nobody has a receive for.
-            // SAFETY: the pattern is static.
+            // One in flight, which over RDMA a slow kernel may finish for the dead, and one that nobody has a receive
+            // for. SAFETY: the pattern is static.
             let [_, sent] = [(); 2].map(|()| unsafe { send.post(part(pattern(1, 16 << 20), None)) }.expect("isend"));
             assert!(send.test(&sent).expect("a test").is_none());
             victim.kill();

@@ -1,5 +1,5 @@
-//! What the host's interfaces, routes and ports do to connections, between network namespaces: two interfaces in one subnet,
-//! addresses that are not ready, few ports, another address family.
+//! What the host's interfaces, routes and ports do to connections, between network namespaces: two interfaces in one
+//! subnet, addresses that are not ready, few ports, another address family.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;
@@ -17,8 +17,8 @@ use towline::host::{ApiVersion, Code, Handle, Memory, Part};
 const SIZE: usize = 4 << 20;
 const MESSAGES: usize = 3;
 
-/// Plays one of two hosts: messages from the sender to the receiver; the sender publishes its warnings. False in the test's own
-/// process.
+/// Plays one of two hosts: messages from the sender to the receiver; the sender publishes its warnings. False in the
+/// test's own process.
 fn plays_a_host() -> bool {
     let Some(role) = child::role() else { return false };
     let _watchdog = watchdog(60);
@@ -146,8 +146,8 @@ fn two_interfaces_in_one_subnet_that_are_kept_apart_carry_a_share_each() {
     assert!(!told.contains("does not carry its share"), "{told}");
 }
 
-/// Something over there drops what comes from the second interface (a filter of sources, a switch): the connection comes up
-/// over the first.
+/// Something over there drops what comes from the second interface (a filter of sources, a switch): the connection
+/// comes up over the first.
 #[test]
 fn a_peer_that_takes_nothing_over_its_second_interface_is_reached_over_the_first() {
     if plays_a_host() || !available() {
@@ -171,8 +171,8 @@ fn a_peer_that_takes_nothing_over_its_second_interface_is_reached_over_the_first
     assert!(warnings.contains("leave by rail0: rail1 does not carry its share"), "{warnings}");
 }
 
-/// A job that starts right after its network: the kernel still asks whether another host has the IPv6 address, and bind(2) says
-/// "Cannot assign requested address".
+/// A job that starts right after its network: the kernel still asks whether another host has the IPv6 address, and
+/// bind(2) says "Cannot assign requested address".
 #[test]
 fn an_address_that_is_still_checked_for_duplicates_is_waited_for() {
     if child::role().as_deref() == Some("receiver") {
@@ -271,8 +271,8 @@ fn a_connection_without_a_free_port_names_the_range() {
     assert!(!log.contains("has lost its address"), "{:?}", log.records());
 }
 
-/// A socket that is bound to an address took a port of its own at once: few ports were few connections, where those of plain
-/// connect(2) share one.
+/// A socket that is bound to an address took a port of its own at once: few ports were few connections, where those of
+/// plain connect(2) share one.
 #[test]
 fn connections_to_different_peers_share_a_local_port() {
     if !alone("interfaces::connections_to_different_peers_share_a_local_port", &[], |host| ports(host, "40000 40000")) {

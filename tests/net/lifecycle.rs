@@ -24,8 +24,8 @@ fn moves(pair: &Pair, seed: usize, size: usize) {
     assert!(pair.transfer(pattern(seed, size)).expect("a transfer") == pattern(seed, size));
 }
 
-/// Waits until this process has no more sockets than those that listen: one for the device over TCP, over RDMA one for each
-/// interface that a control channel may go over.
+/// Waits until this process has no more sockets than those that listen: one for the device over TCP, over RDMA one for
+/// each interface that a control channel may go over.
 fn settles() {
     let is_settled = || {
         crate::support::sockets() <= crate::support::listening() && (crate::support::listening() <= 1 || is_over_rdma())
@@ -405,7 +405,8 @@ fn an_abandoned_set_up_is_ended_by_finalize() {
     });
 }
 
-/// NCCL does not close a connection whose buffers it could not allocate. Its peer must not wait for it until the process ends.
+/// NCCL does not close a connection whose buffers it could not allocate. Its peer must not wait for it until the
+/// process ends.
 #[test]
 fn a_connection_that_nobody_closes_is_ended_by_finalize() {
     const NAME: &str = "lifecycle::a_connection_that_nobody_closes_is_ended_by_finalize";

@@ -1,4 +1,5 @@
-//! Paths that networks have and laboratories have not: long ones, and those that carry small packets and lose full ones.
+//! Paths that networks have and laboratories have not: long ones, and those that carry small packets and lose full
+//! ones.
 
 use std::time::{Duration, Instant};
 
@@ -139,8 +140,8 @@ fn a_round_trip_that_is_too_long_is_said_clearly() {
     assert!(receiver.passed_within(LONG), "the receiver");
 }
 
-/// An MTU of 9000 at the hosts, of 1500 on the way, and nobody says so: the handshake passes, and a full packet never does ("hangs
-/// at the first big message"). Plain TCP waits for ever, or recovers after 6.6 s with tcp_mtu_probing=1.
+/// An MTU of 9000 at the hosts, of 1500 on the way, and nobody says so: the handshake passes, and a full packet never
+/// does ("hangs at the first big message"). Plain TCP waits for ever, or recovers after 6.6 s with tcp_mtu_probing=1.
 #[test]
 fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {
     const NAME: &str = "paths::a_path_that_loses_full_packets_goes_on_with_smaller_ones";
@@ -152,8 +153,8 @@ fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {
             let log = Capture::start();
             let slowest = send(LENGTHS, PATIENCE);
             let records = log.records();
-            // Two epochs of 2.4 s each; a stream that was idle meanwhile may share the end of another on its path after that.
-            // Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
+            // Two epochs of 2.4 s each; a stream that was idle meanwhile may share the end of another on its path after
+            // that. Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
             for stream in 0..3 {
                 let broke = |text: &str| text.contains(&format!("stream {stream} to ")) && text.contains(" broke (");
                 let epochs = records.iter().filter(|line| broke(&line.text)).count();
@@ -211,7 +212,8 @@ fn a_rail_that_delivers_nothing_is_left_out() {
     assert!(receiver.passed_within(PATIENCE), "the receiver");
 }
 
-/// A firewall or a proxy that lets handshakes pass and stops data: streams came back for ever, and no timeout ended that.
+/// A firewall or a proxy that lets handshakes pass and stops data: streams came back for ever, and no timeout ended
+/// that.
 #[test]
 fn a_path_that_passes_handshakes_only_is_an_error_in_time() {
     const NAME: &str = "paths::a_path_that_passes_handshakes_only_is_an_error_in_time";

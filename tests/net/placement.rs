@@ -43,8 +43,8 @@ impl Layout {
         }
     }
 
-    /// Watches the lines of a buffer from the first to the last, as the threads of a GPU do, and checks at the moment at
-    /// which a flag shows that everything it stands for is there.
+    /// Watches the lines of a buffer from the first to the last, as the threads of a GPU do, and checks at the moment
+    /// at which a flag shows that everything it stands for is there.
     fn watch(self, words: &[AtomicU64], round: u64) {
         for (line, content) in words.chunks(self.line()).enumerate() {
             let (flag, data) = content.split_last().expect("a line has words");
@@ -108,7 +108,8 @@ fn rounds(layout: Layout, size: usize, count: u64, early: bool) {
     }
 }
 
-/// What NCCL sends with LL128 are whole slices of 2 KiB, up to 600 KiB of them with default buffers; with LL up to 64 KiB.
+/// What NCCL sends with LL128 are whole slices of 2 KiB, up to 600 KiB of them with default buffers; with LL up to 64
+/// KiB.
 #[test]
 fn short_messages_fill_their_buffer_in_ascending_order() {
     let _watchdog = watchdog(60);

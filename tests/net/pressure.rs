@@ -1,4 +1,5 @@
-//! Pressure: system calls that fail as the kernel may have them fail, descriptors that run out, a peer that hardly reads.
+//! Pressure: system calls that fail as the kernel may have them fail, descriptors that run out, a peer that hardly
+//! reads.
 //!
 //! The faults come from `faulty_calls.c`, which is loaded before the C library and touches only calls that the plugin's
 //! code makes. Each run prints its seed; `TOWLINE_PRESSURE_SEED` repeats it as far as the threads' order allows, and
@@ -83,8 +84,8 @@ fn finish(what: &str, batch: &[(usize, usize)], mut requests: Vec<Request>, done
     *longest = start.elapsed().max(*longest);
 }
 
-/// Messages of all sizes over one connection, several on the way at a time, each byte looked at. Each side has a thread of
-/// its own, as in a job. Once there is a connection, no fault excuses an error.
+/// Messages of all sizes over one connection, several on the way at a time, each byte looked at. Each side has a thread
+/// of its own, as in a job. Once there is a connection, no fault excuses an error.
 fn exchange(pair: &Pair, seed: u64) -> usize {
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -123,8 +124,8 @@ fn exchange(pair: &Pair, seed: u64) -> usize {
 /// A communicator with some connections, made, used and closed.
 fn round(log: &Capture, failures: &AtomicUsize, seed: u64) -> usize {
     let net = net(ApiVersion::V12);
-    // With a key `init` succeeds whatever fails, and the context refuses every connection, so that NCCL does not go on in clear;
-    // the log says so. The next context is another try.
+    // With a key `init` succeeds whatever fails, and the context refuses every connection, so that NCCL does not go on
+    // in clear; the log says so. The next context is another try.
     let context: Context = insist("init", log, failures, || {
         let said = log.records().len();
         let context = net.init_with(&Init { comm_id: 7, ..Init::default() })?;

@@ -1,5 +1,5 @@
-//! After the handshake every header is checked before a byte is placed. Here the peer holds the secret, so it is let in,
-//! and then says what no Towline would: each time the connection ends on both sides, with one line that names the
+//! After the handshake every header is checked before a byte is placed. Here the peer holds the secret, so it is let
+//! in, and then says what no Towline would: each time the connection ends on both sides, with one line that names the
 //! peer, nothing is placed that should not be, and everybody else goes on working.
 
 use std::net::TcpListener;
@@ -372,8 +372,8 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
     });
 }
 
-/// A sender opens further streams as soon as it has the welcome. Its confirmation is under way on the first one then, and
-/// may be lost there and come later: the first stream is one nevertheless.
+/// A sender opens further streams as soon as it has the welcome. Its confirmation is under way on the first one then,
+/// and may be lost there and come later: the first stream is one nevertheless.
 #[test]
 fn a_further_stream_that_comes_before_the_confirmation_on_the_first_one_does_not_take_its_place() {
     let name = "protocol::a_further_stream_that_comes_before_the_confirmation_on_the_first_one_does_not_take_its_place";
@@ -408,8 +408,8 @@ fn a_further_stream_that_comes_before_the_confirmation_on_the_first_one_does_not
     });
 }
 
-/// A call says that a stream has ended at the receiver. It is believed from the holder of the connection's key, about the
-/// present epoch of a stream, and costs no more than a connection again.
+/// A call says that a stream has ended at the receiver. It is believed from the holder of the connection's key, about
+/// the present epoch of a stream, and costs no more than a connection again.
 #[test]
 fn a_call_is_believed_from_the_holder_of_the_key_only() {
     child::alone("protocol::a_call_is_believed_from_the_holder_of_the_key_only", &[], || {

@@ -1,5 +1,5 @@
-//! Routes that lead nowhere, between two hosts that are network namespaces: what this host forbids fails within seconds,
-//! what may be a host that is starting is waited for, and the log says so.
+//! Routes that lead nowhere, between two hosts that are network namespaces: what this host forbids fails within
+//! seconds, what may be a host that is starting is waited for, and the log says so.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

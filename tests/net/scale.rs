@@ -17,8 +17,9 @@ const CONNECTIONS: usize = COMMUNICATORS * PER_COMMUNICATOR;
 const MEMORY_KIB: usize = 256;
 const DESCRIPTORS: usize = 2;
 
-/// What is allowed beyond that for all of the process, both ends: its first connections get 64 further streams before they
-/// have a long message to send, and the last of them all of its own. On small machines connections have no further streams.
+/// What is allowed beyond that for all of the process, both ends: its first connections get 64 further streams before
+/// they have a long message to send, and the last of them all of its own. On small machines connections have no further
+/// streams.
 const EARLY_DESCRIPTORS: usize = 2 * (64 + 16);
 
 /// How long nothing happens while processor time is measured: longer than the 3 s after which a try to connect is given
@@ -51,8 +52,8 @@ fn lowest_tenth(times: &[Duration]) -> Duration {
     times[times.len() / 10]
 }
 
-/// Lets this process have as many descriptors as it may: many systems begin with 1024, fewer than both ends of a thousand
-/// connections need.
+/// Lets this process have as many descriptors as it may: many systems begin with 1024, fewer than both ends of a
+/// thousand connections need.
 fn allow_descriptors() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the place is valid for both calls.
@@ -164,8 +165,8 @@ fn a_thousand_idle_connections_cost_little_and_each_is_set_up_as_quickly_as_the_
     });
 }
 
-/// How many threads there are when that has not changed for a while: a stream's worker may begin a moment after its socket
-/// is there, and who connected it ends a moment after that.
+/// How many threads there are when that has not changed for a while: a stream's worker may begin a moment after its
+/// socket is there, and who connected it ends a moment after that.
 fn settled_threads() -> usize {
     let (mut count, mut since) = (threads(), Instant::now());
     eventually("the number of threads settles", PATIENCE, || {

@@ -1,13 +1,14 @@
 //! Plays NCCL's choice of devices: which ones it merges, and which of those that remain a GPU can reach.
 //!
-//! A plugin can pass every other test and still end each job at its first collective, because NCCL drops the members of a
-//! merged device and then finds no place for it. So this follows `graph/topo.cc` of NCCL 2.26 to 2.30 (ncclTopoGetPath,
-//! ncclTopoAutoMerge, ncclTopoMakeVnic, ncclTopoGetLocal) as far as devices go, with NCCL's default merge level: ports of
-//! one card. 2.24 and 2.25 differ in one point: a refused merge ends the job.
+//! A plugin can pass every other test and still end each job at its first collective, because NCCL drops the members of
+//! a merged device and then finds no place for it. So this follows `graph/topo.cc` of NCCL 2.26 to 2.30
+//! (ncclTopoGetPath, ncclTopoAutoMerge, ncclTopoMakeVnic, ncclTopoGetLocal) as far as devices go, with NCCL's default
+//! merge level: ports of one card. 2.24 and 2.25 differ in one point: a refused merge ends the job.
 
 use towline::host::{ApiVersion, Code, Context, Properties, Result};
 
-/// The devices that NCCL would use, in its order: those that a GPU can reach, and of these the ones of the highest speed.
+/// The devices that NCCL would use, in its order: those that a GPU can reach, and of these the ones of the highest
+/// speed.
 ///
 /// # Errors
 /// What ends a job: a refused merge before v10 of the interface, and [`Code::Unplaced`] when no device is left.
@@ -78,8 +79,8 @@ fn merge(physical: &[Properties], mut make: impl FnMut(&[i32]) -> Result<Merged>
     Ok(kept)
 }
 
-/// Whether NCCL takes two devices for ports of one card: their PCI functions differ in the last character only, or neither
-/// has one, because then both hang below the first processor.
+/// Whether NCCL takes two devices for ports of one card: their PCI functions differ in the last character only, or
+/// neither has one, because then both hang below the first processor.
 fn is_one_card(one: &Properties, other: &Properties) -> bool {
     let card = |properties: &Properties| {
         let function = properties.pci_path.as_deref()?.rsplit('/').next()?.to_owned();

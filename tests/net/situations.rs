@@ -1,10 +1,10 @@
-//! What becomes of a job of two ranks in each situation that Towline promises to survive or to end well, and what becomes of
-//! it over another library in the same situation: the table in docs/dev/testing.md.
+//! What becomes of a job of two ranks in each situation that Towline promises to survive or to end well, and what
+//! becomes of it over another library in the same situation: the table in docs/dev/testing.md.
 //!
 //! `SITUATIONS_WITH=/path/to/lib.so cargo test --test net side_by_side -- --ignored --nocapture` prints both beside
-//! each other; without the variable it looks at Towline alone. `SITUATIONS_TRIALS`: how often each (3), `SITUATIONS_NAME`: only
-//! those whose name holds this, `SITUATIONS_AT_ONCE`: how many side by side (4), `SITUATIONS_WATCH`: how many seconds to look at
-//! a job that may never move again (60).
+//! each other; without the variable it looks at Towline alone. `SITUATIONS_TRIALS`: how often each (3),
+//! `SITUATIONS_NAME`: only those whose name holds this, `SITUATIONS_AT_ONCE`: how many side by side (4),
+//! `SITUATIONS_WATCH`: how many seconds to look at a job that may never move again (60).
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -1,5 +1,5 @@
-//! A peer that hardly reads: one byte a second. Nobody else is held up by it, it costs a bounded amount of memory, it is
-//! not given up (its kernel answers), and a close does not wait for it.
+//! A peer that hardly reads: one byte a second. Nobody else is held up by it, it costs a bounded amount of memory, it
+//! is not given up (its kernel answers), and a close does not wait for it.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,8 @@ use crate::support::proxy::Trickle;
 use crate::support::{PATIENCE, child, context, eventually, pair, part, pattern, resident_kib, sockets, watchdog};
 use towline::host::{ApiVersion, Context, Memory, Part, Request};
 
-/// What both sides may need for a connection that does not move: the copies and the staging buffers of a window of early
-/// messages (512 KiB each), and what the allocator keeps.
+/// What both sides may need for a connection that does not move: the copies and the staging buffers of a window of
+/// early messages (512 KiB each), and what the allocator keeps.
 const MEMORY_KIB: usize = 2 << 10;
 
 /// A connection through a proxy that passes everything, until it is told to trickle.

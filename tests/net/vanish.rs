@@ -267,7 +267,8 @@ fn what_was_reported_done_arrives_though_a_rail_dies_at_the_close() {
     }
 }
 
-/// The other way round: the path dies when the sender has closed, or while it does, and the receiver has not looked yet.
+/// The other way round: the path dies when the sender has closed, or while it does, and the receiver has not looked
+/// yet.
 #[test]
 fn what_was_reported_done_is_there_though_a_link_goes_down_after_the_close() {
     let sender = || {
@@ -308,8 +309,8 @@ fn what_was_reported_done_is_there_though_a_link_goes_down_after_the_close() {
     }
 }
 
-/// The receiver has everything and closes while nothing that it says arrives: its acknowledgements and its goodbye are lost.
-/// The sender connects again, and hears that all is well.
+/// The receiver has everything and closes while nothing that it says arrives: its acknowledgements and its goodbye are
+/// lost. The sender connects again, and hears that all is well.
 #[test]
 fn a_receiver_that_closes_while_its_acknowledgements_are_lost_is_believed_later() {
     const LAST: usize = 100_000;

@@ -1,5 +1,5 @@
-//! Dead, or only cut off? All streams of a connection end at one moment, and the peer lives: stopped, starved, or without
-//! knowing of it. It is waited for, and called. A peer that was killed is given up within a second.
+//! Dead, or only cut off? All streams of a connection end at one moment, and the peer lives: stopped, starved, or
+//! without knowing of it. It is waited for, and called. A peer that was killed is given up within a second.
 
 use std::time::{Duration, Instant};
 
@@ -45,8 +45,8 @@ fn a_process_that_is_stopped_while_all_its_streams_are_reset_is_waited_for() {
     });
 }
 
-/// The only stream is reset, and the sender, which has nothing to send just then, does not hear of it: the receiver calls
-/// it. Once more with encryption, where the call must prove itself like any other handshake.
+/// The only stream is reset, and the sender, which has nothing to send just then, does not hear of it: the receiver
+/// calls it. Once more with encryption, where the call must prove itself like any other handshake.
 #[test]
 fn a_reset_that_only_the_receiver_gets_is_mended() {
     const LONG: usize = 1 << 20;
@@ -90,8 +90,8 @@ fn a_reset_that_only_the_receiver_gets_is_mended() {
     }
 }
 
-/// A firewall on the only rail that answers everything with resets, the calls too: that is what a dead process looks like,
-/// but not for so long.
+/// A firewall on the only rail that answers everything with resets, the calls too: that is what a dead process looks
+/// like, but not for so long.
 #[test]
 fn a_firewall_that_resets_everything_for_a_moment_is_survived() {
     if plays(stream_out, stream_in) || !available() {
@@ -112,8 +112,8 @@ fn a_firewall_that_resets_everything_for_a_moment_is_survived() {
     ends.pass();
 }
 
-/// The only stream is reset, and none can be connected: both sides say so when TOWLINE_RECONNECT_TIMEOUT is over, and not
-/// before. Without recovery they do at once.
+/// The only stream is reset, and none can be connected: both sides say so when TOWLINE_RECONNECT_TIMEOUT is over, and
+/// not before. Without recovery they do at once.
 #[test]
 fn a_stream_that_does_not_come_back_in_time_ends_the_connection_on_both_sides() {
     let ends_in_time = |end: Option<Result<towline::host::Sizes, Code>>| {
@@ -277,8 +277,8 @@ fn a_killed_process_is_noticed_within_a_second() {
     }
 }
 
-/// Kills each end in a network of its own, for a moment and for long after one of two rails was cut in each of these ways, or
-/// not cut. `limits`: within which that is noticed, in milliseconds, when it was and when it was not.
+/// Kills each end in a network of its own, for a moment and for long after one of two rails was cut in each of these
+/// ways, or not cut. `limits`: within which that is noticed, in milliseconds, when it was and when it was not.
 fn kill_amid_cuts(test: &str, cuts: &[Option<Cut>], limits: [&str; 2], more: &[(&str, &str)]) {
     std::thread::scope(|scope| {
         for victim in ["sender", "receiver"] {
@@ -314,8 +314,8 @@ fn a_killed_process_is_noticed_while_a_rail_is_down() {
     kill_amid_cuts("verdict::a_killed_process_is_noticed_while_a_rail_is_down", &CUTS, ["2000", "1000"], &[]);
 }
 
-/// Amid transfers the kernel of a process that dies resets its streams, as a firewall could, which is known from it by what
-/// becomes of new connections. That takes longer when nothing is heard over a rail.
+/// Amid transfers the kernel of a process that dies resets its streams, as a firewall could, which is known from it by
+/// what becomes of new connections. That takes longer when nothing is heard over a rail.
 #[test]
 fn a_process_that_is_killed_amid_transfers_is_noticed_whatever_the_rails_do() {
     if plays_a_killing() || !available() {
@@ -325,8 +325,8 @@ fn a_process_that_is_killed_amid_transfers_is_noticed_whatever_the_rails_do() {
     kill_amid_cuts(test, &[&[None], &CUTS[..]].concat(), ["2000", "1000"], &[("TEST_BUSY", "1")]);
 }
 
-/// All rails are silent for a while. When that ends, one answers everything with resets, one stays silent, and only the third
-/// leads anywhere: what was silent before the others refused proves nothing.
+/// All rails are silent for a while. When that ends, one answers everything with resets, one stays silent, and only the
+/// third leads anywhere: what was silent before the others refused proves nothing.
 #[test]
 fn an_outage_that_ends_on_one_rail_while_another_refuses_is_survived() {
     const LONGEST: usize = 1 << 20;

@@ -1,6 +1,6 @@
 //! Hosts are upgraded one by one: this build exchanges verified data with the library of an older release, in both
-//! directions and in every interface version that both have, in clear, checksummed and encrypted, over one stream and over
-//! four, and while streams are cut. Over TCP only.
+//! directions and in every interface version that both have, in clear, checksummed and encrypted, over one stream and
+//! over four, and while streams are cut. Over TCP only.
 //!
 //! The older library comes from `TOWLINE_OLDER_LIBRARY`; `tests/wire_compat.sh` builds one and runs this.
 
@@ -104,8 +104,8 @@ fn an_older_release_and_this_one_exchange_data_over_four_streams() {
     child::alone("wire_compat::an_older_release_and_this_one_exchange_data_over_four_streams", &FOUR, || both_ways(4));
 }
 
-/// Long messages from one library into the other. During each a stream is cut, at one end and then at the other, and made
-/// again.
+/// Long messages from one library into the other. During each a stream is cut, at one end and then at the other, and
+/// made again.
 fn exchange_under_cuts(from: &Context, to: &Context, what: &str) {
     // Of quick transfers few are still under way when the stream is cut.
     const ROUNDS: usize = 100;

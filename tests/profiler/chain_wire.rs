@@ -1,5 +1,5 @@
-//! A second profiler behind ours while the network plugin really moves data: NCCL's callback reaches our profiler, which
-//! hands the network's events on, under the second one's own steps and with NCCL's descriptors.
+//! A second profiler behind ours while the network plugin really moves data: NCCL's callback reaches our profiler,
+//! which hands the network's events on, under the second one's own steps and with NCCL's descriptors.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -108,8 +108,8 @@ fn build(dir: &Path) -> PathBuf {
 
 #[test]
 fn a_second_profiler_hears_of_transfers_under_its_own_steps() {
-    // Each time six collectives of every rank, with a send and a receive of each size. Ours listens or does not, and the
-    // transport tells under Towline's identifier, with updates that only ours understands, or under NCCL's.
+    // Each time six collectives of every rank, with a send and a receive of each size. Ours listens or does not, and
+    // the transport tells under Towline's identifier, with updates that only ours understands, or under NCCL's.
     for (setup, comms, profile, events) in [
         ("devices", RANKS, Some("all"), "auto"),
         ("devices", RANKS, None, "auto"),

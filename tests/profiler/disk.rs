@@ -1,4 +1,5 @@
-//! Traces on a disk that is full: the newest part is kept where there was room for two, else the file says that it ends.
+//! Traces on a disk that is full: the newest part is kept where there was room for two, else the file says that it
+//! ends.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

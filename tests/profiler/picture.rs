@@ -8,7 +8,8 @@ use towline::trace::perfetto::proto::{COUNTER, SLICE_BEGIN};
 use super::check;
 use super::setups;
 
-/// A collective without operations for so long is drawn without those that come later (a busy machine's progress thread).
+/// A collective without operations for so long is drawn without those that come later (a busy machine's progress
+/// thread).
 const LATE_NS: u64 = 20_000_000;
 
 /// A slice as it is drawn.

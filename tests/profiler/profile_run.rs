@@ -1,5 +1,5 @@
-//! One process per device, without a GPU: `towline all-reduce` plays NCCL for both halves of the library, and leaves what a
-//! training job would.
+//! One process per device, without a GPU: `towline all-reduce` plays NCCL for both halves of the library, and leaves
+//! what a training job would.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -192,8 +192,8 @@ fn a_job_at_work_that_is_killed_waits_for_nobody() {
     assert!(!said.contains("What the job waits for"), "{said}");
 }
 
-/// The only way between two hosts is cut, or lets next to nothing through, while a job runs: `towline why`, the trace and NCCL's
-/// log tell which send does not end, and over which interface.
+/// The only way between two hosts is cut, or lets next to nothing through, while a job runs: `towline why`, the trace
+/// and NCCL's log tell which send does not end, and over which interface.
 #[test]
 fn a_send_over_an_interface_that_carries_nothing_is_named() {
     if !available() {
@@ -201,8 +201,8 @@ fn a_send_over_an_interface_that_carries_nothing_is_named() {
     }
     let _watchdog = crate::support::watchdog(200);
     std::thread::scope(|scope| {
-        // Sends of short messages are complete for NCCL once the transport has copied them, and over long round trips those of
-        // long ones too: then each rank only waits for the other's data.
+        // Sends of short messages are complete for NCCL once the transport has copied them, and over long round trips
+        // those of long ones too: then each rank only waits for the other's data.
         for (how, size, ranks) in [(Cut::Silent, "1M", 3), (Cut::Stuck, "1M", 2), (Cut::Silent, "16K", 2)] {
             scope.spawn(move || cut_while_it_runs(how, size, ranks));
         }

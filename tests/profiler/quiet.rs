@@ -1,12 +1,13 @@
-//! What the calls on NCCL's threads ask of the C library and of the kernel: the profiler nothing at all, no memory, no lock
-//! and no system call; the transport no memory for a message.
+//! What the calls on NCCL's threads ask of the C library and of the kernel: the profiler nothing at all, no memory, no
+//! lock and no system call; the transport no memory for a message.
 //!
-//! Two witnesses. `call_counter.c` is loaded before the C library and counts allocations and locks of a thread. A seccomp
-//! filter on the threads that play NCCL's lets the kernel say which system calls they make, however they make them:
-//! waiting for a lock is one. What neither sees is a lock of Rust's that nobody else has at that moment; so two threads and
-//! the profiler's own work at the same time, and what they would wait for shows sooner or later.
+//! Two witnesses. `call_counter.c` is loaded before the C library and counts allocations and locks of a thread. A
+//! seccomp filter on the threads that play NCCL's lets the kernel say which system calls they make, however they make
+//! them: waiting for a lock is one. What neither sees is a lock of Rust's that nobody else has at that moment; so two
+//! threads and the profiler's own work at the same time, and what they would wait for shows sooner or later.
 //!
-//! The transport has locks, which its workers take too, for bookkeeping: how often NCCL's thread waited is printed, not judged.
+//! The transport has locks, which its workers take too, for bookkeeping: how often NCCL's thread waited is printed, not
+//! judged.
 
 use std::ffi::{CStr, c_int, c_long, c_void};
 use std::path::PathBuf;
@@ -331,8 +332,8 @@ pub(crate) fn play_wire(rounds: usize) {
     let counts = counter.counts();
     println!("in {WARM} rounds {quiet:?}, in {rounds} more {counts:?}");
     assert!(quiet.allocations > 0, "the counter sees the first requests: {quiet:?}");
-    // What grows to the most that was ever in flight at once may still do so, a few times in the life of a connection. (What
-    // is freed here was allocated by workers: copies for a resend, when their message has been acknowledged.)
+    // What grows to the most that was ever in flight at once may still do so, a few times in the life of a connection.
+    // (What is freed here was allocated by workers: copies for a resend, when their message has been acknowledged.)
     let more = counts.allocations - quiet.allocations;
     assert!(more as usize * 10 <= rounds, "{more} allocations for {} requests", rounds * 2 * SIZES.len());
     assert_eq!(counts.locks, quiet.locks, "locks of the C library");

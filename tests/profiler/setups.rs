@@ -132,8 +132,8 @@ fn one_process_per_device_speaks(version: u32) {
         }
     }
     assert_eq!(leaving, arriving, "v{version}: what a rank sends arrives at its neighbour");
-    // Per collective, channel and step: one arrow between the steps, and one per part; NCCL's descriptor tells too little
-    // for the latter.
+    // Per collective, channel and step: one arrow between the steps, and one per part; NCCL's descriptor tells too
+    // little for the latter.
     let parts = if version >= 4 { 2 } else { 0 };
     assert_eq!(leaving.len() as u64, 3 * COLLECTIVES * 2 * 8 * (1 + parts), "v{version}");
 }

@@ -1,5 +1,5 @@
-//! The tuner, through the library's C tables: bound to its communicator, alike on all ranks, and good on every network that
-//! was measured.
+//! The tuner, through the library's C tables: bound to its communicator, alike on all ranks, and good on every network
+//! that was measured.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -130,8 +130,8 @@ fn comm(id: u64) -> Context {
     net(ApiVersion::V12).init_with(&Init { comm_id: id, ..Init::default() }).expect("init")
 }
 
-/// The same question about a communicator was answered in two ways, depending on whether an unrelated communicator lived in
-/// the process, so that two ranks could run it in two ways and hang.
+/// The same question about a communicator was answered in two ways, depending on whether an unrelated communicator
+/// lived in the process, so that two ranks could run it in two ways and hang.
 #[test]
 fn advice_is_for_the_communicators_that_towline_carries_and_for_no_other() {
     const NAME: &str = "tuner::advice_is_for_the_communicators_that_towline_carries_and_for_no_other";
@@ -270,13 +270,13 @@ fn measured() -> (Vec<String>, BTreeMap<(String, usize), Measured>) {
     (networks, all)
 }
 
-/// What NCCL makes on the networks of the data, where the interface's speed is not known. Eight were measured too, and on a
-/// slow wire they lose packets (139 ms instead of 15 for 16 MiB at 10 Gb/s).
+/// What NCCL makes on the networks of the data, where the interface's speed is not known. Eight were measured too, and
+/// on a slow wire they lose packets (139 ms instead of 15 for 16 MiB at 10 Gb/s).
 const CHANNELS_OF_NCCL: c_int = 4;
 
-/// A cell beyond this is a regression on that network. One rule for all networks cannot be the best way on each of them, and
-/// single runs differ: the least worst cell that any choice by size alone can reach is 1.2 for some sizes (all_reduce of
-/// 512 KiB to 4 MiB), and 1.28 for an all_gather of 16 MiB on four channels.
+/// A cell beyond this is a regression on that network. One rule for all networks cannot be the best way on each of
+/// them, and single runs differ: the least worst cell that any choice by size alone can reach is 1.2 for some sizes
+/// (all_reduce of 512 KiB to 4 MiB), and 1.28 for an all_gather of 16 MiB on four channels.
 const WORST_CELL: f64 = 1.29;
 /// Per operation and size, the geometric mean over the networks.
 const WORST_MEAN: f64 = 1.12;
@@ -321,8 +321,8 @@ fn on_every_measured_network_the_advice_is_close_to_the_best_way_and_no_slower_t
     assert!(slower.iter().all(|(ratio, _)| *ratio <= 1.08) && slower.len() * 4 < against_socket.len(), "{slower:#?}");
 }
 
-/// What the library of 0.1.0 (commit 0cd4088) answers for all-reduces of two ranks on two nodes, by KiB, where NCCL 2.28 makes
-/// its estimates for 39 Gb/s and rules LL128 out.
+/// What the library of 0.1.0 (commit 0cd4088) answers for all-reduces of two ranks on two nodes, by KiB, where NCCL
+/// 2.28 makes its estimates for 39 Gb/s and rules LL128 out.
 const OF_0_1_0: [(usize, Answer); 7] = [
     (4, (Some((0, 0)), 1)),
     (32, (Some((1, 0)), 1)),

@@ -590,7 +590,8 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
         .unwrap();
     let top = String::from_utf8_lossy(&top.stdout).into_owned();
     assert!(top.matches(" AllReduce #3").count() == 2 && top.contains("after AllReduce #2"), "{top}");
-    // A host of which one process does not answer, or is gone, still tells of the other, and all waits lead to that process.
+    // A host of which one process does not answer, or is gone, still tells of the other, and all waits lead to that
+    // process.
     let names_rank_0 = |note: &str| {
         let (said, code, errors) = why_at(&hosts_at(port + FURTHER), Some(&ours));
         assert_eq!((code, said["processes"].as_u64()), (1, Some(2)), "{said} {errors}");

@@ -1,6 +1,7 @@
 //! Both halves of the library at once, as under NCCL: the network plugin moves data, and tells of it under the steps of
-//! the profiler. One process per device is what `towline all-reduce` plays (`tests/profiler/profile_run.rs`); here are the other
-//! set-ups, and the abort in which NCCL frees what the transport's handles lead to before it closes the connections.
+//! the profiler. One process per device is what `towline all-reduce` plays (`tests/profiler/profile_run.rs`); here are
+//! the other set-ups, and the abort in which NCCL frees what the transport's handles lead to before it closes the
+//! connections.
 //!
 //! Under valgrind: `tests/memory.sh valgrind profiler`.
 
@@ -79,7 +80,8 @@ impl Step {
         profiler.state(out.step(), ncclProfilerProxyStepSendGPUWait, 0);
         profiler.state(out.step(), ncclProfilerProxyStepSendPeerWait_v4, 0);
         let part = |memory, handle: *mut c_void| Part::all(memory, None).profiled(handle);
-        // SAFETY: memory and handles live until the requests have ended, or until the connection is closed in the abort.
+        // SAFETY: memory and handles live until the requests have ended, or until the connection is closed in the
+        // abort.
         let received = unsafe { pair.recv.post(&[part(&memory.1, back.handle())]) }.expect("irecv");
         // SAFETY: as above.
         let sent = unsafe { pair.send.post(part(&memory.0, out.handle())) }.expect("isend");
@@ -202,8 +204,8 @@ fn several_devices_with_real_transfers() {
     assert_eq!((process.comms.len(), process.dropped), (RANKS, 0));
     let sizes: usize = SIZES.iter().sum();
     assert_eq!(check::bytes_add_up(process), (6 * 2 * RANKS * sizes) as u64);
-    // Arrows lead from each send to its receive, of messages that leave inside isend as well as of chunks that have streams
-    // of their own.
+    // Arrows lead from each send to its receive, of messages that leave inside isend as well as of chunks that have
+    // streams of their own.
     let ends = |leaves| -> HashSet<u64> {
         process.arrows.iter().filter(|arrow| arrow.leaves == leaves).map(|arrow| arrow.id).collect()
     };
@@ -247,7 +249,8 @@ fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
     assert!(parts > 3 * messages / 2, "long messages are told chunk by chunk: {parts}");
 }
 
-/// A profiler that asks for network events and not for steps, and draws nothing, learns the same of the wire, by interface.
+/// A profiler that asks for network events and not for steps, and draws nothing, learns the same of the wire, by
+/// interface.
 #[test]
 fn without_steps_the_wires_figures_are_the_same() {
     let played = |events: &[(&str, &str)]| {

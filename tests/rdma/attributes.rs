@@ -219,8 +219,8 @@ fn only_data_is_written_in_any_order_and_only_where_that_is_allowed() {
     }
 }
 
-/// Options beyond the standard: both sides get what both know. Where one side's driver has none, or the user wants none,
-/// the connection goes without.
+/// Options beyond the standard: both sides get what both know. Where one side's driver has none, or the user wants
+/// none, the connection goes without.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn drivers_agree_on_options_or_go_without() {

@@ -172,7 +172,8 @@ fn under_towlines_identifier_the_messages_of_both_sides_have_one_number() {
     });
 }
 
-/// Both halves of the library over queue pairs: what Towline's own profiler writes, and what `towline trace check` says.
+/// Both halves of the library over queue pairs: what Towline's own profiler writes, and what `towline trace check`
+/// says.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_profiled_all_reduce_accounts_for_every_byte() {

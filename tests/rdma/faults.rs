@@ -1,8 +1,8 @@
 //! Verbs calls that fail as a device, its driver or the kernel may have them fail.
 //!
 //! The faults come from `faulty_verbs.c`, which `tests/rdma_vm/suite.sh` builds and which stands between the plugin and
-//! libibverbs in a process of its own. Each run prints its seed; `RDMA_FAULTS_SEED` repeats it as far as the threads' order
-//! allows, and `RDMA_FAULTS=60` makes each run last that many seconds.
+//! libibverbs in a process of its own. Each run prints its seed; `RDMA_FAULTS_SEED` repeats it as far as the threads'
+//! order allows, and `RDMA_FAULTS=60` makes each run last that many seconds.
 //!
 //! These tests need two RDMA devices, as the test machine has them.
 
@@ -25,8 +25,8 @@ use towline::host::{
 const SECONDS: u64 = 2;
 /// Connections side by side.
 const CONNECTIONS: u64 = 2;
-/// Batches of groups on each connection before it is closed: where nothing fails, where a fault ends it, and where it goes
-/// on, which is to last until lost queue pairs are back.
+/// Batches of groups on each connection before it is closed: where nothing fails, where a fault ends it, and where it
+/// goes on, which is to last until lost queue pairs are back.
 const QUIET: usize = 3;
 const ENDING: usize = 12;
 const LASTING: usize = 40;
@@ -88,8 +88,8 @@ impl Run {
         self.warnings.lock().expect("nobody panics with it")[before..].to_vec()
     }
 
-    /// A call under fire. It may fail: then it says so with NCCL's code for the system's or the peer's fault, the log says
-    /// why, and the same call works a little later.
+    /// A call under fire. It may fail: then it says so with NCCL's code for the system's or the peer's fault, the log
+    /// says why, and the same call works a little later.
     fn insist<T>(&self, what: &str, failures: &AtomicU32, mut attempt: impl FnMut() -> Result<T, Code>) -> T {
         eventually(what, PATIENCE, || {
             let before = self.warnings();
@@ -461,8 +461,8 @@ fn amid_faults(name: &str, queue_pairs: u32) {
         "{waits} waits, {refused} refused"
     );
 
-    // A warning on the side of a connection that failed, which says what; that the peer gave up is one for each peer process in
-    // a while.
+    // A warning on the side of a connection that failed, which says what; that the peer gave up is one for each peer
+    // process in a while.
     let is_end = |line: &&String| {
         let goes_on = line.contains(" goes on over ") || line.contains(" waits for a queue pair");
         (line.contains("sending to ") || line.contains("receiving from ")) && line.contains(" failed: ") && !goes_on
@@ -686,8 +686,8 @@ fn a_flush_that_fails_is_made_again_or_says_so() {
     let mistake = Fate::Fails(Code::InvalidUsage, "the flush of a receive failed: ");
     let once = [("post_flush", libc::ENOMEM), ("flush", libc::ESHUTDOWN), ("poll_flush", libc::EIO)];
     let mut cases = vec![(("flush", libc::EACCES, 1), mistake), (("flush", libc::EFAULT, 1), mistake)];
-    // Where there is time what fails does so twice (a queue pair is asked for in two ways), where there is little without
-    // end.
+    // Where there is time what fails does so twice (a queue pair is asked for in two ways), where there is little
+    // without end.
     let (fate, times) = match (mends, number("TOWLINE_RECONNECT_TIMEOUT")) {
         (false, _) => (without, 2),
         (true, Some(1)) => (without, WITHOUT_END),

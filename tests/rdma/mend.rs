@@ -1,8 +1,8 @@
 //! Ports that go down and come back under a connection that has others: nothing is lost, and they are used again.
 //!
-//! Two links join the machine to itself, as two rails join two hosts: rxe0 to rxe1, which the test machine has, and rxe2 to
-//! rxe3, made here. A connection leads from the fused rxe0+rxe2 to the fused rxe1+rxe3. What happens to queue pairs that
-//! fail by themselves is in `src/rdma/recovery/tests.rs`.
+//! Two links join the machine to itself, as two rails join two hosts: rxe0 to rxe1, which the test machine has, and
+//! rxe2 to rxe3, made here. A connection leads from the fused rxe0+rxe2 to the fused rxe1+rxe3. What happens to queue
+//! pairs that fail by themselves is in `src/rdma/recovery/tests.rs`.
 
 #![cfg(feature = "rdma")]
 
@@ -115,8 +115,8 @@ impl Drop for Stop<'_> {
 }
 
 impl Traffic {
-    /// Messages of all sizes, ten at a time, each byte checked, until it is stopped. What is received into GPU memory is
-    /// flushed first.
+    /// Messages of all sizes, ten at a time, each byte checked, until it is stopped. What is received into GPU memory
+    /// is flushed first.
     fn run(&self, pair: &Pair) {
         const SIZES: [usize; 9] = [8, 1024, 100_000, 0, 3000, 16, 262_144, 700, 40_000];
         let source = Memory::of(pattern(5, 600_000));
@@ -230,9 +230,9 @@ fn said(log: &Capture, words: &str) -> usize {
     log.records().iter().filter(|record| record.text.contains(words)).count()
 }
 
-/// Whether each end, the sending and the receiving one, has all of its queue pairs, by the last that it said of them. Lines
-/// are not counted for that: on a starved machine a queue pair may give up when nothing is the matter with its path, and then
-/// there are more of them.
+/// Whether each end, the sending and the receiving one, has all of its queue pairs, by the last that it said of them.
+/// Lines are not counted for that: on a starved machine a queue pair may give up when nothing is the matter with its
+/// path, and then there are more of them.
 fn whole(log: &Capture) -> [bool; 2] {
     let records = log.records();
     ["sending to ", "receiving from "].map(|end| {
@@ -268,8 +268,8 @@ fn a_port_that_goes_down_is_done_without_and_used_again() {
             NAME,
             &[
                 ("NCCL_IB_QPS_PER_CONNECTION", pairs),
-                // A packet that SoftRoCE drops while the kernel takes the link down is sent again after 67 ms, not after
-                // four seconds; but the device never gives up.
+                // A packet that SoftRoCE drops while the kernel takes the link down is sent again after 67 ms, not
+                // after four seconds; but the device never gives up.
                 ("NCCL_IB_TIMEOUT", "14"),
                 ("NCCL_DEBUG", "INFO"),
                 ("NCCL_DEBUG_SUBSYS", "NET"),
@@ -324,8 +324,8 @@ fn like<'a>(library: &'a std::path::Path, personality: &'a str, device: &'a str)
 /// From now on devices that are like "vanishing" are gone.
 const VANISH: Injector = Injector { arm: c"faulty_verbs_vanish", report: c"faulty_verbs_report", complaint: "" };
 
-/// A card falls off the bus: nothing completes any more, and calls of its driver fail. The other card carries on, and the
-/// first one is not tried again when its link is up.
+/// A card falls off the bus: nothing completes any more, and calls of its driver fail. The other card carries on, and
+/// the first one is not tried again when its link is up.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_device_that_vanishes_is_done_without() {
@@ -383,8 +383,8 @@ fn without_its_only_device_a_connection_fails_soon() {
     });
 }
 
-/// Connecting a new queue pair takes two seconds on one side, as where the kernel looks for the peer's address: messages go
-/// on over the other one meanwhile.
+/// Connecting a new queue pair takes two seconds on one side, as where the kernel looks for the peer's address:
+/// messages go on over the other one meanwhile.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn messages_do_not_wait_for_a_queue_pair_that_is_being_connected() {
@@ -487,8 +487,9 @@ fn a_path_that_falls_silent_is_left_before_the_device_gives_up() {
     });
 }
 
-/// A switch that pauses the near port (PFC) for longer than a silence lasts: its packets wait, and arrive late all together,
-/// when others have long carried what was on them. A connection with one queue pair waits for the end of the pause.
+/// A switch that pauses the near port (PFC) for longer than a silence lasts: its packets wait, and arrive late all
+/// together, when others have long carried what was on them. A connection with one queue pair waits for the end of the
+/// pause.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_path_that_is_paused_delivers_late_and_costs_nothing() {
@@ -533,8 +534,8 @@ fn a_path_that_is_paused_delivers_late_and_costs_nothing() {
     });
 }
 
-/// A cable that loses packets, three of a hundred: a new queue pair's first write passes, and what follows falls silent, again
-/// and again. `RDMA_LOSSY` says for how many seconds.
+/// A cable that loses packets, three of a hundred: a new queue pair's first write passes, and what follows falls
+/// silent, again and again. `RDMA_LOSSY` says for how many seconds.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_path_that_loses_packets_is_lived_with() {
@@ -562,8 +563,8 @@ fn a_path_that_loses_packets_is_lived_with() {
     });
 }
 
-/// Hosts whose RDMA ports are their only interfaces: with a link both a queue pair goes and the connection's TCP socket,
-/// over which its two ends would say what they have got of it. With news of the link, and without.
+/// Hosts whose RDMA ports are their only interfaces: with a link both a queue pair goes and the connection's TCP
+/// socket, over which its two ends would say what they have got of it. With news of the link, and without.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_link_takes_the_control_channel_with_it() {
@@ -701,8 +702,8 @@ fn with_both_down(traffic: &Traffic, first: Link) {
     traffic.goes_on("traffic over both");
 }
 
-/// Both links at one time, for longer than the device tries: the connection waits, as long as it may. (The other one comes
-/// back first in the test of flushes.)
+/// Both links at one time, for longer than the device tries: the connection waits, as long as it may. (The other one
+/// comes back first in the test of flushes.)
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn with_all_ports_down_the_connection_waits_for_one() {
@@ -725,10 +726,10 @@ fn halves_again(told: &[Told], size: usize) -> u32 {
     again.len() as u32
 }
 
-/// What a profiler hears: the bytes of each message add up to its size on both sides (`Transfer::whole`), what travelled
-/// again is told apart, on the rail that took it, and so is the queue pair that was connected anew. The link is the one
-/// that carries lines and short messages too. (On a starved machine queue pairs may give up at other times as well; then
-/// the same holds.)
+/// What a profiler hears: the bytes of each message add up to its size on both sides (`Transfer::whole`), what
+/// travelled again is told apart, on the rail that took it, and so is the queue pair that was connected anew. The link
+/// is the one that carries lines and short messages too. (On a starved machine queue pairs may give up at other times
+/// as well; then the same holds.)
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn what_is_sent_again_is_told_apart_and_so_is_a_queue_pair_that_is_back() {

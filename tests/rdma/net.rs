@@ -67,8 +67,8 @@ fn ports_are_devices_whose_registrations_hold_for_all_connections() {
     assert!(target.bytes() == pattern(1, 5000));
 }
 
-/// NCCL rounds registrations to pages, so two of one connection may overlap. The end of one ended the connection with the other
-/// in use.
+/// NCCL rounds registrations to pages, so two of one connection may overlap. The end of one ended the connection with
+/// the other in use.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_registration_that_ends_leaves_requests_with_an_overlapping_one_alone() {
@@ -177,8 +177,8 @@ fn adaptive_routing_sends_the_end_apart() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_message_longer_than_its_receive_fails_both_sides_with_both_sizes() {
-    // Short ones are done before their receive is known: the sender hears of it later. A long one waits for a receive that
-    // is not announced.
+    // Short ones are done before their receive is known: the sender hears of it later. A long one waits for a receive
+    // that is not announced.
     for (size, capacity) in [(101, 100), (5000, 100), (5000, 4000)] {
         let _watchdog = watchdog(60);
         let log = Capture::start();
@@ -207,8 +207,8 @@ fn a_message_longer_than_its_receive_fails_both_sides_with_both_sizes() {
     }
 }
 
-/// Short messages of one tag, more than there is room for, and nobody wants them yet. One of another tag gets through all
-/// the same, and then they do.
+/// Short messages of one tag, more than there is room for, and nobody wants them yet. One of another tag gets through
+/// all the same, and then they do.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn short_messages_that_nobody_wants_yet_hold_up_nothing_else() {
@@ -260,7 +260,8 @@ fn short_and_long_messages_keep_their_order() {
     let _watchdog = watchdog(60);
     let pair = across(&context(ApiVersion::V12));
     let memory: Vec<Memory> = (0..8).map(|_| Memory::new(4000)).collect();
-    // Whether message n is short, its receive has room for long ones, and it is posted late: all combinations, shuffled.
+    // Whether message n is short, its receive has room for long ones, and it is posted late: all combinations,
+    // shuffled.
     let mix = |number: usize| (number.wrapping_mul(0x9e37_79b9) >> 7) % 8;
     let size = |number: usize| if mix(number) & 1 == 0 { number % 1025 } else { 1025 + number % 2900 };
     let room = |number: usize| if mix(number) & 2 == 0 { size(number).max(1) } else { 4000 };
@@ -534,8 +535,8 @@ fn marked_packets() -> u64 {
     found.1.parse().expect("a number")
 }
 
-/// The traffic class is in the packets. The other variables, all at once: SoftRoCE shows nothing of them, but nothing may
-/// break either.
+/// The traffic class is in the packets. The other variables, all at once: SoftRoCE shows nothing of them, but nothing
+/// may break either.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_traffic_class_travels_and_no_variable_stands_in_the_way() {

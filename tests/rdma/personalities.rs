@@ -1,5 +1,5 @@
-//! What becomes of connections on devices that behave otherwise than SoftRoCE: `tests/personalities.h`, which stands between
-//! the plugin and libibverbs, gives SoftRoCE's devices their manners.
+//! What becomes of connections on devices that behave otherwise than SoftRoCE: `tests/personalities.h`, which stands
+//! between the plugin and libibverbs, gives SoftRoCE's devices their manners.
 //!
 //! These tests need two RDMA devices, as the test machine has them: rxe0, which sends, and rxe1, which receives.
 
@@ -125,8 +125,8 @@ fn drop_capabilities() {
     assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
 }
 
-/// The kernel finds the peer's address only at the third try, each of which takes 0.3 s. Connections are made all the same,
-/// and those of a process do not wait for each other.
+/// The kernel finds the peer's address only at the third try, each of which takes 0.3 s. Connections are made all the
+/// same, and those of a process do not wait for each other.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn an_address_that_is_found_late_is_looked_for_again() {
@@ -184,8 +184,8 @@ fn an_address_that_is_not_found_is_looked_for_as_often_as_the_user_says() {
     });
 }
 
-/// A short message needs no clear-to-send. What is written before the receiver's queue pair receives is dropped, and sent
-/// again only after 4.3 s.
+/// A short message needs no clear-to-send. What is written before the receiver's queue pair receives is dropped, and
+/// sent again only after 4.3 s.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn nothing_is_written_before_the_receiver_is_ready() {
@@ -224,8 +224,8 @@ fn counted<const N: usize>(device: &str, words: [&str; N]) -> [u32; N] {
     })
 }
 
-/// Where the fabric may reorder packets, a longer message is its bytes and an immediate behind them: two requests, posted
-/// with one call. Elsewhere it is one.
+/// Where the fabric may reorder packets, a longer message is its bytes and an immediate behind them: two requests,
+/// posted with one call. Elsewhere it is one.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_message_is_one_request_or_two_where_the_fabric_reorders() {
@@ -255,8 +255,8 @@ fn a_message_is_one_request_or_two_where_the_fabric_reorders() {
     }
 }
 
-/// Plain writes arrive in pieces, the last byte first, as on a fabric with adaptive routing: what is polled is not believed
-/// before it is whole.
+/// Plain writes arrive in pieces, the last byte first, as on a fabric with adaptive routing: what is polled is not
+/// believed before it is whole.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn writes_that_arrive_in_pieces_in_any_order_are_understood() {
@@ -277,8 +277,8 @@ fn writes_that_arrive_in_pieces_in_any_order_are_understood() {
     });
 }
 
-/// A forked child, such as a data loader, finds everything where it was, although registered pages are not there: nothing
-/// else lies on those.
+/// A forked child, such as a data loader, finds everything where it was, although registered pages are not there:
+/// nothing else lies on those.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_forked_child_misses_nothing_beside_registered_memory() {
@@ -309,8 +309,8 @@ fn a_forked_child_misses_nothing_beside_registered_memory() {
     });
 }
 
-/// InfiniBand's addressing: by local identifier, and with the global header where the port needs it. The injector refuses
-/// what is addressed otherwise.
+/// InfiniBand's addressing: by local identifier, and with the global header where the port needs it. The injector
+/// refuses what is addressed otherwise.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn infiniband_ports_are_reached_by_their_local_identifiers() {

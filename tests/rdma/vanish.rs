@@ -1,5 +1,5 @@
-//! Peers that are stopped are waited for; peers that die and hosts that vanish are noticed, whether anything is under way or
-//! not; and what becomes of the control channel's socket meanwhile is told apart from both.
+//! Peers that are stopped are waited for; peers that die and hosts that vanish are noticed, whether anything is under
+//! way or not; and what becomes of the control channel's socket meanwhile is told apart from both.
 //!
 //! A host vanishes when every packet to it and from it is dropped, those of the control channel too: on SoftRoCE's two
 //! links, and on the loopback device, which carries TCP between addresses of one machine.
@@ -328,8 +328,8 @@ fn rests(transfer: impl Fn(usize)) {
     transfer(2);
 }
 
-/// A firewall forgets the control channel of a connection that has nothing to do, and drops what belongs to it: the kernel
-/// gives the socket up, and the connection gets another one in time.
+/// A firewall forgets the control channel of a connection that has nothing to do, and drops what belongs to it: the
+/// kernel gives the socket up, and the connection gets another one in time.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_firewall_that_forgets_the_control_channel_ends_no_connection() {
@@ -396,8 +396,8 @@ fn receives_on() {
     });
 }
 
-/// A peer that is killed amid transfers is missed within a second; also when its control channel was reset just before, so
-/// that no end of file tells of it.
+/// A peer that is killed amid transfers is missed within a second; also when its control channel was reset just before,
+/// so that no end of file tells of it.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_killed_peer_is_noticed_within_a_second() {

@@ -1,4 +1,5 @@
-//! A host whose libibverbs cannot be loaded uses TCP and logs that once; if RDMA is required, the error names what is missing.
+//! A host whose libibverbs cannot be loaded uses TCP and logs that once; if RDMA is required, the error names what is
+//! missing.
 
 #![cfg(feature = "rdma")]
 
@@ -22,7 +23,8 @@ fn all_reduce(backend: &str, rubbish: &[u8]) -> (Output, String) {
     (output, log)
 }
 
-/// A file that is no library, and one that ends too soon. (One for another kind of computer the linker would pass over.)
+/// A file that is no library, and one that ends too soon. (One for another kind of computer the linker would pass
+/// over.)
 fn rubbish() -> [Vec<u8>; 2] {
     let this = std::fs::read("/proc/self/exe").expect("this program");
     [b"no library\n".repeat(500), this[..100].to_vec()]

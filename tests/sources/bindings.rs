@@ -1,9 +1,9 @@
 //! The committed bindings are what bindgen makes of the headers today.
 //!
 //! Nobody who builds Towline needs bindgen: `src/nccl/bindings.rs` (NCCL's and FlagCX's interfaces, from `ffi/`) and
-//! `ffi/rdma-sys/src/bindings.rs` (libibverbs, from rdma-core's headers) are committed. These tests need libclang, the second
-//! and the third also rdma-core's headers (packages libibverbs-dev and librdmacm-dev). Where these are missing a test says so
-//! and passes; with `CHECK_BINDINGS=1` it fails.
+//! `ffi/rdma-sys/src/bindings.rs` (libibverbs, from rdma-core's headers) are committed. These tests need libclang, the
+//! second and the third also rdma-core's headers (packages libibverbs-dev and librdmacm-dev). Where these are missing a
+//! test says so and passes; with `CHECK_BINDINGS=1` it fails.
 //!
 //! `TOWLINE_WRITE_BINDINGS=1 cargo test --test sources bindings::` writes the files after a header has changed.
 
@@ -85,8 +85,8 @@ fn the_interface_of_nccl_is_as_its_headers_say() {
     }
 }
 
-/// The types of rdma-core's that `ffi/rdma-sys/src/types.rs` declares by hand, since they have unions, and those of the C
-/// library, which the `libc` crate has.
+/// The types of rdma-core's that `ffi/rdma-sys/src/types.rs` declares by hand, since they have unions, and those of the
+/// C library, which the `libc` crate has.
 const BY_HAND: [&str; 18] = [
     "in6_addr",
     "pthread_.*",
@@ -277,8 +277,9 @@ fn assertions() -> String {
 }
 
 /// The layouts that Towline relies on, against the installed headers and those in the directories that
-/// `TOWLINE_RDMA_HEADERS` names, separated by colons: each holds `infiniband/` and `rdma/`, as rdma-core installs them. They
-/// hold in every release from 33 to 65, on x86-64 and aarch64: those of Debian 11 to 14, Ubuntu 22.04 to 26.04, all of RHEL 9.
+/// `TOWLINE_RDMA_HEADERS` names, separated by colons: each holds `infiniband/` and `rdma/`, as rdma-core installs them.
+/// They hold in every release from 33 to 65, on x86-64 and aarch64: those of Debian 11 to 14, Ubuntu 22.04 to 26.04,
+/// all of RHEL 9.
 #[test]
 fn structs_of_libibverbs_have_the_layout_that_a_c_compiler_sees() {
     let more = std::env::var("TOWLINE_RDMA_HEADERS").unwrap_or_default();

@@ -219,8 +219,8 @@ fn every_link_between_the_pages_leads_somewhere() {
     assert!(links > 10, "only {links} links were found");
 }
 
-/// A clock that an administrator or a time server sets may jump, and must end no connection: deadlines are `Instant`s. Only
-/// traces name the time of day.
+/// A clock that an administrator or a time server sets may jump, and must end no connection: deadlines are `Instant`s.
+/// Only traces name the time of day.
 #[test]
 fn deadlines_follow_the_monotonic_clock() {
     let root = Path::new(ROOT);

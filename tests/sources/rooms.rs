@@ -1,7 +1,7 @@
 //! The rooms of the source: which room may import which, and that no files import each other in a circle.
 //!
-//! It reads the sources as text, without their tests. A module and the modules inside it count as one way down: the outer
-//! one imports the inner ones, and an inner one may use what the outer ones hold.
+//! It reads the sources as text, without their tests. A module and the modules inside it count as one way down: the
+//! outer one imports the inner ones, and an inner one may use what the outer ones hold.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

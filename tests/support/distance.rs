@@ -1,5 +1,5 @@
-//! Paths between two network namespaces that lose packets, or bring them late: a TUN device in each, and a thread that carries
-//! packets from one to the other. Kernels without netem can do that, too.
+//! Paths between two network namespaces that lose packets, or bring them late: a TUN device in each, and a thread that
+//! carries packets from one to the other. Kernels without netem can do that, too.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

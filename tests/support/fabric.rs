@@ -25,7 +25,8 @@ impl Fault {
 
 /// Hosts on switches.
 pub struct Fabric {
-    /// The hosts. Each has `rail0`, `rail1`, …, with the addresses 10.77.*rail*.*number* and fd77:*rail*::*number*, from 1.
+    /// The hosts. Each has `rail0`, `rail1`, …, with the addresses 10.77.*rail*.*number* and fd77:*rail*::*number*,
+    /// from 1.
     pub hosts: Vec<Namespace>,
     switches: Namespace,
     rails: usize,
@@ -99,8 +100,8 @@ impl Fabric {
         }
     }
 
-    /// Has one rail fail after the other, for one host, for several or for all, until `limit` faults were made. The other
-    /// rails are in order meanwhile: two hosts without a rail in common have no way to each other.
+    /// Has one rail fail after the other, for one host, for several or for all, until `limit` faults were made. The
+    /// other rails are in order meanwhile: two hosts without a rail in common have no way to each other.
     pub fn fail_at_random(&self, seed: u64, limit: usize) -> [usize; Fault::ALL.len()] {
         let mut dice = Dice::new(seed);
         let mut made = [0; Fault::ALL.len()];

@@ -29,8 +29,8 @@ impl Cut {
         [Self::DownHere, Self::DownThere, Self::Silent, Self::HalfSilent, Self::Reset, Self::Stuck];
 }
 
-/// Answers a packet with a reset. The resets of the other host's rule are let through: this one's would swallow them, and
-/// nobody would ever see one.
+/// Answers a packet with a reset. The resets of the other host's rule are let through: this one's would swallow them,
+/// and nobody would ever see one.
 pub const REJECT: &str = "tcp flags & rst == 0 reject with tcp reset";
 
 /// Two hosts with rails between them, each of a known rate if one is given.
@@ -133,16 +133,16 @@ impl Network {
         }
     }
 
-    /// Has a host answer every packet of the connections that exist now with a reset, and not the other host: those here
-    /// hear nothing of it.
+    /// Has a host answer every packet of the connections that exist now with a reset, and not the other host: those
+    /// here hear nothing of it.
     pub fn reject_at(&self, host: &Namespace) {
         for (here, there) in ports(host) {
             nft(host, &format!("add rule inet cut in tcp sport {there} tcp dport {here} {REJECT}"));
         }
     }
 
-    /// Answers each TCP packet on a rail with a reset, on both hosts, for so many milliseconds and not longer: the kernel
-    /// ends it, however busy the machine is.
+    /// Answers each TCP packet on a rail with a reset, on both hosts, for so many milliseconds and not longer: the
+    /// kernel ends it, however busy the machine is.
     pub fn reset_for(&self, rail: usize, ms: u32) {
         for host in self.both() {
             nft(host, &format!("add element inet cut moments {{ rail{rail} timeout {ms}ms }}"));

@@ -1,5 +1,5 @@
-//! A job of two ranks that moves messages both ways, step after step, over any library that exports NCCL's network table:
-//! what becomes of it when something goes wrong around it.
+//! A job of two ranks that moves messages both ways, step after step, over any library that exports NCCL's network
+//! table: what becomes of it when something goes wrong around it.
 //!
 //! It uses a library as NCCL's core does: a channel per device, requests of a connection tested in their order, nothing
 //! called again after an error. Nothing here knows how the library works, so several can be compared.

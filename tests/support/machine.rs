@@ -18,8 +18,8 @@ pub enum TcpEnd {
     Listening,
 }
 
-/// Has every TCP connection of the machine that exists now fall silent, as a firewall does that forgets them. New ones are
-/// let through. Until [`remember_connections`].
+/// Has every TCP connection of the machine that exists now fall silent, as a firewall does that forgets them. New ones
+/// are let through. Until [`remember_connections`].
 pub fn forget_connections() {
     machine(
         "tc qdisc add dev lo root handle 1: prio bands 3 priomap 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0; \

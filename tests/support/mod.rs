@@ -177,8 +177,8 @@ pub fn at_end(what: impl FnMut()) -> impl Drop {
     End(what)
 }
 
-/// Something with a bound in time that a loaded machine may miss for once: it is measured again then, and must keep it the
-/// second time. `attempt` says what came out, and whether that was within the bound.
+/// Something with a bound in time that a loaded machine may miss for once: it is measured again then, and must keep it
+/// the second time. `attempt` says what came out, and whether that was within the bound.
 ///
 /// # Panics
 /// When neither was.

@@ -195,8 +195,8 @@ pub fn two_hosts(links: usize) -> (Namespace, Namespace) {
     (left, right)
 }
 
-/// Runs `towline all-reduce`, a rank on each host, over all rails, again and again until `enough` says so. It looks at every
-/// element. How many runs, all of them right.
+/// Runs `towline all-reduce`, a rank on each host, over all rails, again and again until `enough` says so. It looks at
+/// every element. How many runs, all of them right.
 pub fn all_reduce_until(
     hosts: &[&Namespace],
     words: &str,

@@ -19,8 +19,8 @@ pub fn clock() -> u64 {
 /// Makes a process log more than warnings to its host, which does not print it.
 pub const INFO: (&str, &str) = ("NCCL_WARN_ENABLE_DEBUG_INFO", "1");
 
-/// Collects the times at which this process says that a stream is lost. Such lines are no warnings: the process must run
-/// with [`INFO`].
+/// Collects the times at which this process says that a stream is lost. Such lines are no warnings: the process must
+/// run with [`INFO`].
 pub struct Notices {
     times: Arc<Mutex<Vec<u64>>>,
     _subscription: Subscription,

@@ -1,5 +1,5 @@
-//! Ranks that play NCCL's side of one-sided operations ([`rma`](super::rma)), and what tests of host memory and of GPU memory
-//! have in common.
+//! Ranks that play NCCL's side of one-sided operations ([`rma`](super::rma)), and what tests of host memory and of GPU
+//! memory have in common.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -251,8 +251,8 @@ pub fn plan(from: usize, to: usize, puts: usize) -> (Vec<Step>, usize) {
 
 pub const AHEAD: usize = 32;
 
-/// Plays NCCL's progress thread of one rank: puts to all ranks in random order, and with each signal that becomes visible
-/// looks at all puts that it promises.
+/// Plays NCCL's progress thread of one rank: puts to all ranks in random order, and with each signal that becomes
+/// visible looks at all puts that it promises.
 pub struct Progress<'a> {
     rank: &'a Rank,
     count: usize,

@@ -1,6 +1,6 @@
 //! Somebody on the way: a TCP proxy between the two sides of a connection that records what passes and may change it or
-//! hold it back, or hardly reads. Only the first stream goes through it, in its first epoch: further ones use the addresses that the
-//! handshake tells, which are proved.
+//! hold it back, or hardly reads. Only the first stream goes through it, in its first epoch: further ones use the
+//! addresses that the handshake tells, which are proved.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -98,9 +98,8 @@ fn pass(way: Way, mut from: TcpStream, mut to: TcpStream, seen: &Mutex<[Vec<u8>;
 /// How often a trickling proxy reads a byte.
 const DRIP: Duration = Duration::from_secs(1);
 
-/// A proxy that passes everything until it is told to trickle: from then on it reads one byte a second from either side, until
-/// it is told to pass everything again.
-/// Dropping it closes what goes through it.
+/// A proxy that passes everything until it is told to trickle: from then on it reads one byte a second from either
+/// side, until it is told to pass everything again. Dropping it closes what goes through it.
 pub struct Trickle {
     trickling: Arc<AtomicBool>,
     over: Arc<AtomicBool>,

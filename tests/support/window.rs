@@ -1,5 +1,5 @@
-//! Memory for one-sided operations: the host's, or that of the GPU of `tests/cuda_stand_in.c`, which faults when the host
-//! touches it and which the tests see at another address.
+//! Memory for one-sided operations: the host's, or that of the GPU of `tests/cuda_stand_in.c`, which faults when the
+//! host touches it and which the tests see at another address.
 
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};

@@ -1,9 +1,9 @@
 //! What libibverbs and its callers agree on, checked whenever this crate is compiled: sizes, offsets and numbers of all
 //! that Towline uses.
 //!
-//! The two lists below are also read by `tests/sources/bindings.rs`, which has a C compiler compare them with the headers of
-//! rdma-core. A struct without a size is made by libibverbs only and may grow at its end, or ends in glibc's mutexes, whose
-//! size depends on the processor.
+//! The two lists below are also read by `tests/sources/bindings.rs`, which has a C compiler compare them with the
+//! headers of rdma-core. A struct without a size is made by libibverbs only and may grow at its end, or ends in glibc's
+//! mutexes, whose size depends on the processor.
 
 use crate::*;
 use std::mem::{offset_of, size_of};

@@ -150,8 +150,8 @@ unsafe fn begin<V: Version>(context: u64, descr: &V::Descr) -> u64 {
     }
 }
 
-/// A network plugin's event begins, and with it those of further parts that its descriptor brings. Returns its handle, which
-/// stands for all.
+/// A network plugin's event begins, and with it those of further parts that its descriptor brings. Returns its handle,
+/// which stands for all.
 ///
 /// # Safety
 /// The data have the type that the plugin of that id defines.

@@ -1,8 +1,8 @@
 //! v7 of the profiler interface, loaded by NCCL 2.31 and later.
 //!
 //! New against v6: members at the ends of the structures of calls (the user's tag, the kernel's variant). Also new are
-//! events of the phases of kernels on symmetric memory, which NCCL 2.31 reports when the kernel is over. A collective's tag
-//! is kept with the host call above it.
+//! events of the phases of kernels on symmetric memory, which NCCL 2.31 reports when the kernel is over. A collective's
+//! tag is kept with the host call above it.
 
 use std::ffi::{c_int, c_void};
 
@@ -49,10 +49,10 @@ impl Version for V7 {
             };
             return Some(members::start(d.parentObj, d.rank, body));
         }
-        // SAFETY: a descriptor of v7 begins with that of v6. Each member of v6's union lies at the same place and is the
-        // beginning of v7's member of that name (tests/abi/layout.rs has both from NCCL's headers). v6's is no longer, and
-        // aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none of a type that
-        // is new in v7.
+        // SAFETY: a descriptor of v7 begins with that of v6. Each member of v6's union lies at the same place and is
+        // the beginning of v7's member of that name (tests/abi/layout.rs has both from NCCL's headers). v6's is no
+        // longer, and aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none
+        // of a type that is new in v7.
         let mut start = unsafe { V6::decode(&*std::ptr::from_ref(d).cast::<ncclProfilerEventDescr_v6_t>()) }?;
         // SAFETY: in each arm the member that goes with the type, whose strings are C strings or null.
         unsafe {

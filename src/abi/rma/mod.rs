@@ -1,7 +1,8 @@
-//! NCCL's one-sided interface, v14 to v16: checks and translates arguments, and makes one call of [`crate::rma::facade`].
+//! NCCL's one-sided interface, v14 to v16: checks and translates arguments, and makes one call of
+//! [`crate::rma::facade`].
 //!
-//! NCCL 2.30.7 and later look for these tables in the network plugin's library. `init` declines unless the user asked for
-//! them (`TOWLINE_RMA`) and the communicator's network is Towline's over TCP.
+//! NCCL 2.30.7 and later look for these tables in the network plugin's library. `init` declines unless the user asked
+//! for them (`TOWLINE_RMA`) and the communicator's network is Towline's over TCP.
 
 mod v14;
 mod v15;

@@ -57,8 +57,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     timeout: u32,
 
-    /// Start ranks behind this command, as in 'ip netns exec left' or 'taskset -c 0'; given several times, the ranks take
-    /// turns
+    /// Start ranks behind this command, as in 'ip netns exec left' or 'taskset -c 0'; given several times, the ranks
+    /// take turns
     #[arg(long, value_name = "COMMAND")]
     wrap: Vec<String>,
 
@@ -67,7 +67,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "RANK:MS", value_parser = parse_late)]
     late: Option<(u16, u32)>,
 
-    /// Write the results to FILE as JSON too (with `-` to standard output, and the table to standard error); times in microseconds, bandwidths in GB/s (10⁹ bytes per second)
+    /// Write the results to FILE as JSON too (with `-` to standard output, and the table to standard error); times in
+    /// microseconds, bandwidths in GB/s (10⁹ bytes per second)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }

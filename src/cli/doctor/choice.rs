@@ -1,8 +1,9 @@
-//! Which plugin NCCL opens in this environment, and which network it takes: `NCCL_NET_PLUGIN`, `NCCL_NET` and the loader.
+//! Which plugin NCCL opens in this environment, and which network it takes: `NCCL_NET_PLUGIN`, `NCCL_NET` and the
+//! loader.
 //!
-//! How NCCL reads `NCCL_NET_PLUGIN`: up to 2.20 its value is the end of a name, `libnccl-net-VALUE.so`. From 2.21 on it is
-//! first given to the loader unchanged, and then used as the end of a name. From 2.27 on it is a list separated by commas,
-//! of which the first that starts is taken, and an empty value means no plugin at all.
+//! How NCCL reads `NCCL_NET_PLUGIN`: up to 2.20 its value is the end of a name, `libnccl-net-VALUE.so`. From 2.21 on it
+//! is first given to the loader unchanged, and then used as the end of a name. From 2.27 on it is a list separated by
+//! commas, of which the first that starts is taken, and an empty value means no plugin at all.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

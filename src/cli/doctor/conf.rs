@@ -1,5 +1,5 @@
-//! Values that NCCL does not read as they were meant. It trims neither its configuration files nor the environment, and it
-//! reads the files long after the dynamic loader has read its own variables.
+//! Values that NCCL does not read as they were meant. It trims neither its configuration files nor the environment, and
+//! it reads the files long after the dynamic loader has read its own variables.
 
 use crate::os::nccl_conf::Variables;
 

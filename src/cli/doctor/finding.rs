@@ -1,5 +1,5 @@
-//! What the doctor can find. `tests/cli/doctor.rs` has a case for each cause, which makes the host sick, tries the cure and looks
-//! again.
+//! What the doctor can find. `tests/cli/doctor.rs` has a case for each cause, which makes the host sick, tries the cure
+//! and looks again.
 
 use serde::Serialize;
 

@@ -1,9 +1,9 @@
-//! What `dlopen` answers in a process that starts in this environment: on `LD_LIBRARY_PATH`, in the loader's cache, in the
-//! system's directories, as the loader itself searches.
+//! What `dlopen` answers in a process that starts in this environment: on `LD_LIBRARY_PATH`, in the loader's cache, in
+//! the system's directories, as the loader itself searches.
 //!
 //! A process of its own queries the loader: the search path is fixed when a process starts, and another plugin's
-//! initialisers must not bring the doctor down. One thing stays unknown: the run path (`DT_RPATH`, `DT_RUNPATH`) of NCCL
-//! or of the program.
+//! initialisers must not bring the doctor down. One thing stays unknown: the run path (`DT_RPATH`, `DT_RUNPATH`) of
+//! NCCL or of the program.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;

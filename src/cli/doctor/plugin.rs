@@ -111,7 +111,8 @@ fn devices(context: &Context) -> crate::host::Result<Vec<Device>> {
     (0..context.devices()?).map(device).collect()
 }
 
-/// Call it after the checks of interfaces, limits and settings: what one of these found is why the plugin does not start.
+/// Call it after the checks of interfaces, limits and settings: what one of these found is why the plugin does not
+/// start.
 pub(super) fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
     let finding = match &facts.failure {
         None => return,

@@ -53,7 +53,8 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
         found.notes.extend(host.notes());
         found.processes.extend(host.found);
     }
-    // A host may be given by several of its names. Of an older release, processes in containers may have the same number.
+    // A host may be given by several of its names. Of an older release, processes in containers may have the same
+    // number.
     let mut seen = BTreeSet::new();
     found.processes.retain(|Process { state, .. }| {
         let comms = if state.stamp == 0 { &state.communicators[..] } else { &[] };
@@ -88,8 +89,9 @@ fn ask_all(hosts: &mut [Host], key: SharedKey, deadline: Instant) {
     }
 }
 
-/// How many processes there are, or were, that do not answer: those whose ports are silent, and those whose ports are closed
-/// below one of the same host that answers. None as long as the processes of some host are not known: they may be healthy.
+/// How many processes there are, or were, that do not answer: those whose ports are silent, and those whose ports are
+/// closed below one of the same host that answers. None as long as the processes of some host are not known: they may
+/// be healthy.
 fn unanswered(hosts: &[Host]) -> usize {
     let is_sure = |(_, failure): &(u16, Failure)| matches!(failure, Failure::Silent | Failure::Refused);
     let is_known = |host: &Host| host.failures.iter().all(is_sure) && host.has_processes();
@@ -359,7 +361,8 @@ mod tests {
         hosts[1].take(vec![(9500, process()), (9501, Err(Failure::Refused))]);
         hosts[2].take(vec![(9500, Err(Failure::Silent))]);
         assert_eq!(unanswered(&hosts), 3);
-        // Where the processes of a host are not known, none of them is counted as one that does not answer, nor any other.
+        // Where the processes of a host are not known, none of them is counted as one that does not answer, nor any
+        // other.
         for failure in [Failure::Refused, Failure::Unreachable(io::Error::other("why")), Failure::NoTime] {
             hosts.push(Host::new(("node5", 9500)));
             hosts[3].take(vec![(9500, Err(failure))]);

@@ -20,8 +20,8 @@ use super::{Job, Mover, Options, Side, memory};
 /// The most that the buffers of one side may fill: 1 GiB, or two messages.
 const MEMORY_BYTES: usize = 1 << 30;
 
-/// Messages that the leader of a ping-pong keeps memory for when receives are posted well ahead: one to send, and three of
-/// which the receives are posted.
+/// Messages that the leader of a ping-pong keeps memory for when receives are posted well ahead: one to send, and three
+/// of which the receives are posted.
 const AHEAD: usize = 4;
 
 /// The most messages in one measurement.
@@ -166,8 +166,8 @@ impl Leader {
         Ok(row)
     }
 
-    /// How many messages make one measurement of bandwidth. The first of a connection are slow, over a long path by far, so
-    /// runs get longer until one takes half of the wanted time. They also warm up.
+    /// How many messages make one measurement of bandwidth. The first of a connection are slow, over a long path by
+    /// far, so runs get longer until one takes half of the wanted time. They also warm up.
     fn messages(&mut self, way: Way, job: &Job, options: &Options) -> Result<usize> {
         let mut job = *job;
         loop {

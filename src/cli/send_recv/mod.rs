@@ -102,8 +102,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     timeout: u32,
 
-    /// Write the results to FILE as JSON too, with every single measurement (with `-` to standard output, and the table to
-    /// standard error)
+    /// Write the results to FILE as JSON too, with every single measurement (with `-` to standard output, and the table
+    /// to standard error)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -163,8 +163,8 @@ trait Mover {
     /// `samples`.
     fn ping_pong(&mut self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()>;
 
-    /// The memory that messages are sent from or arrive in, or its copy on this host: the k-th message uses part k modulo
-    /// `job.outstanding`.
+    /// The memory that messages are sent from or arrive in, or its copy on this host: the k-th message uses part k
+    /// modulo `job.outstanding`.
     fn memory(&mut self) -> &mut [u8];
 
     /// Brings the copy's first `bytes` into the memory, where they are two.

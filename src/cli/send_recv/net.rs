@@ -161,8 +161,8 @@ impl NetMover {
     /// A ping-pong in which each receive is posted while the message before the last is on its way.
     fn ping_pong_ahead(&self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()> {
         let size = job.size;
-        // The leader sends from the first part of the memory and has receives into the other three. The follower returns
-        // what it got, and posts the next receive into that part when its answer has left.
+        // The leader sends from the first part of the memory and has receives into the other three. The follower
+        // returns what it got, and posts the next receive into that part when its answer has left.
         let place = |round: usize| match side {
             Side::Leader => (1 + round % 3) * size,
             Side::Follower => round % 2 * size,

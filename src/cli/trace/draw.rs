@@ -1,6 +1,7 @@
 //! `towline trace draw`: one collective on all ranks as an SVG, for where no browser with Perfetto is at hand.
 //!
-//! A lane for the collective, lanes for the proxy's steps, lanes for what each rail carried, rank by rank, on one clock.
+//! A lane for the collective, lanes for the proxy's steps, lanes for what each rail carried, rank by rank, on one
+//! clock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;

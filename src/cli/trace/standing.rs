@@ -154,8 +154,8 @@ mod tests {
 
     const S: u64 = 1_000_000_000;
 
-    /// Two ranks enter AllReduce #0 and complete it; then those of `enter` enter #1 at 2 s, in which their receives wait.
-    /// At 20 s the communicator is aborted, or else the files end.
+    /// Two ranks enter AllReduce #0 and complete it; then those of `enter` enter #1 at 2 s, in which their receives
+    /// wait. At 20 s the communicator is aborted, or else the files end.
     fn traces(enter: &[i32], abort: bool, limit: u64) -> Vec<Process> {
         let dir = tempfile::tempdir().unwrap();
         let of_rank = |rank: i32| {
@@ -225,7 +225,8 @@ mod tests {
         assert!(said(traces(&[0, 1], false, 1 << 20)).contains("the ranks wait for each other"));
     }
 
-    /// Rank 0 has sent two messages over a connection, and one has arrived at rank 1, which waits for data on channel 0.
+    /// Rank 0 has sent two messages over a connection, and one has arrived at rank 1, which waits for data on channel
+    /// 0.
     #[test]
     fn a_circle_is_broken_only_by_a_connection_on_which_a_receive_waits() {
         let of_channel = |channel, is_transfer: bool| {

@@ -198,8 +198,8 @@ impl Comm {
         self.places.get(&rank).map_or_else(|| format!("rank {rank}"), |place| place.name(rank))
     }
 
-    /// What `excess` costs: so many nanoseconds too many of `all` nanoseconds of transfers. Where several of these were under way
-    /// at once, it is their part of the time in calls.
+    /// What `excess` costs: so many nanoseconds too many of `all` nanoseconds of transfers. Where several of these were
+    /// under way at once, it is their part of the time in calls.
     fn cost(&self, excess: f64, all: f64) -> u64 {
         (excess * (self.busy as f64 / all.max(1.0)).min(1.0)) as u64
     }
@@ -376,7 +376,8 @@ fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) ->
     // the worst tenth. All collectives count: beside a rank that is always late, the others are the last of all only at
     // their worst.
     let usual = if ranks - late.len() == 1 { count * 9 / 10 } else { count * 3 / 4 };
-    // A rank that is late by much the same at every collective is not late by chance: two such ranks must not hide each other.
+    // A rank that is late by much the same at every collective is not late by chance: two such ranks must not hide each
+    // other.
     let is_steady = |rank: i32| {
         let all = sorted_lateness(meetings, |other| other == rank);
         all[count / 10] > CHANCE_NS && 2 * all[count / 10] > all[count * 3 / 4]

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
-/// The most pieces of a transfer that are reported, and the most resends beside them. NCCL's example profiler has room for
-/// eight pieces, and does not check.
+/// The most pieces of a transfer that are reported, and the most resends beside them. NCCL's example profiler has room
+/// for eight pieces, and does not check.
 pub(crate) const MOST: usize = 8;
 
 /// A chunk that a backend hands to the network, or a work request.

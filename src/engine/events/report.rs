@@ -13,9 +13,9 @@ use super::{Events, Path, Sink, Source, last};
 use crate::nccl::net_event::Reader;
 use crate::os::ticks::Ticks;
 
-/// For a patient listener, the notes of unfinished requests are read only in one of this many calls. A thread that reads
-/// them in a loop takes their memory away from the writers. NCCL's thread tests all its requests in turn, thousands of
-/// times per millisecond; within the time of this many calls no path fills its list.
+/// For a patient listener, the notes of unfinished requests are read only in one of this many calls. A thread that
+/// reads them in a loop takes their memory away from the writers. NCCL's thread tests all its requests in turn,
+/// thousands of times per millisecond; within the time of this many calls no path fills its list.
 pub(super) const CALLS: u32 = 1024;
 
 /// The state that NCCL's threads use, one at a time: the transfers, and the data that is reported with their pieces.
@@ -85,8 +85,8 @@ impl Events {
         }
     }
 
-    /// NCCL's thread, in `test` of an unfinished request. As [`Events::report`], but for a patient listener only now and
-    /// then, often enough that the lists do not overflow.
+    /// NCCL's thread, in `test` of an unfinished request. As [`Events::report`], but for a patient listener only now
+    /// and then, often enough that the lists do not overflow.
     ///
     /// # Safety
     /// As [`Events::report`].
@@ -142,8 +142,8 @@ impl Events {
         }
     }
 
-    /// NCCL's thread, when a request has succeeded and NCCL has not received the outcome: reports the rest, including the
-    /// record left with the request.
+    /// NCCL's thread, when a request has succeeded and NCCL has not received the outcome: reports the rest, including
+    /// the record left with the request.
     ///
     /// # Safety
     /// As [`Events::report`].

@@ -22,8 +22,8 @@ pub trait Listener: Send + Sync {
     /// The piece with this handle has ended.
     fn stop(&self, handle: *mut c_void, source: &Source<'_>, piece: &Piece);
 
-    /// The summary of a transfer that is over: all its pieces, which have ended, for a patient listener. Returns whether
-    /// the first one was taken.
+    /// The summary of a transfer that is over: all its pieces, which have ended, for a patient listener. Returns
+    /// whether the first one was taken.
     ///
     /// # Safety
     /// As [`Listener::start`].

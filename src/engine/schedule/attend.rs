@@ -31,8 +31,8 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// A request is outstanding. Returns whether the control thread must be notified, because it does not poll or its next
-    /// poll is far away.
+    /// A request is outstanding. Returns whether the control thread must be notified, because it does not poll or its
+    /// next poll is far away.
     #[inline]
     pub(crate) fn wanted(&self) -> bool {
         // After six polls, 31 ms after something has happened, the next one is 32 ms away or more.

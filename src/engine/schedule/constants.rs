@@ -10,10 +10,10 @@ use std::time::Duration;
 /// instead moved no more data and used twice the processor time.
 pub(crate) const HOT: Duration = Duration::from_micros(50);
 
-/// The same while a connection's messages are shorter than [`CHUNK_MAX`] and at most [`FEW`] are under way. Each message is
-/// a few chunks, the next message follows when a GPU has done its part, and waking workers would take most of the time. With
-/// longer messages the next chunk follows at once, or there is time to sleep. Measured on two H200: all-reduces of 256 KiB
-/// take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
+/// The same while a connection's messages are shorter than [`CHUNK_MAX`] and at most [`FEW`] are under way. Each
+/// message is a few chunks, the next message follows when a GPU has done its part, and waking workers would take most
+/// of the time. With longer messages the next chunk follows at once, or there is time to sleep. Measured on two H200:
+/// all-reduces of 256 KiB take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
 ///
 /// A polling worker yields its processor now and then. Without that, longer polling made four processes with a GPU each
 /// slower. All-reduces of 512 KiB took 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although half of the 64
@@ -40,11 +40,11 @@ pub(crate) const RECEIVE_SHARE: usize = 2 * STREAM_WINDOW as usize;
 /// all-reduces of 8 KiB took 1.1 to 1.2 times as long.
 pub(crate) const OWN_MAX: u64 = 16 << 10;
 
-/// Messages up to this many bytes are left to workers only when NCCL's thread has copied much lately (`schedule::load`).
-/// The thread serves all channels of a GPU and copies about 5 GB/s. Longer ones are left to a worker that is awake, too.
-/// If the shorter ones were always left to it as well, operations of 64 and 128 KiB took up to 1.2 times as long. If
-/// they never were, all-gathers of 128 KiB took 1.2 times as long, and of 512 KiB over four channels (NCCL 2.18 and
-/// 2.19) 1.7 times.
+/// Messages up to this many bytes are left to workers only when NCCL's thread has copied much lately
+/// (`schedule::load`). The thread serves all channels of a GPU and copies about 5 GB/s. Longer ones are left to a
+/// worker that is awake, too. If the shorter ones were always left to it as well, operations of 64 and 128 KiB took up
+/// to 1.2 times as long. If they never were, all-gathers of 128 KiB took 1.2 times as long, and of 512 KiB over four
+/// channels (NCCL 2.18 and 2.19) 1.7 times.
 pub(crate) const INLINE_MAX: u64 = 32 << 10;
 
 /// For how many nanoseconds the bytes that NCCL's thread has copied count, with falling weight.
@@ -56,10 +56,11 @@ pub(crate) const ENOUGH_COPIED: u64 = 16 << 10;
 
 // Chunks of a message, and how many streams take them.
 
-/// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 5 µs on each side, against about 2 µs for the
-/// system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times as long.
-/// For this many bytes a worker is woken, too, although that takes 5 to 50 µs. With 64 KiB for each worker, all-reduces of 256
-/// KiB to 2 MiB took 1.05 to 1.2 times as long. With 256 KiB, those of 8 MiB took 1.4 times as long (`docs/dev/decisions.md`).
+/// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 5 µs on each side, against about 2 µs for
+/// the system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times
+/// as long. For this many bytes a worker is woken, too, although that takes 5 to 50 µs. With 64 KiB for each worker,
+/// all-reduces of 256 KiB to 2 MiB took 1.05 to 1.2 times as long. With 256 KiB, those of 8 MiB took 1.4 times as long
+/// (`docs/dev/decisions.md`).
 pub(crate) const CHUNK_MIN: u64 = 32 << 10;
 
 /// The largest chunk in bytes: NCCL's Simple-protocol step with the default NCCL_BUFFSIZE.
@@ -68,8 +69,8 @@ pub(crate) const CHUNK_MAX: u64 = 512 << 10;
 /// A message is cut into about this many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub(crate) const MOST_SHARES: u64 = 6;
 
-/// Chunks are cut at multiples of this many bytes, so that each side copies whole pages. It is also the least that counts as
-/// a thread's load (`schedule::load`).
+/// Chunks are cut at multiples of this many bytes, so that each side copies whole pages. It is also the least that
+/// counts as a thread's load (`schedule::load`).
 pub(crate) const PAGE: u64 = 4096;
 
 // Whether one further stream carries long messages, or all (`schedule::spread`).
@@ -77,26 +78,27 @@ pub(crate) const PAGE: u64 = 4096;
 /// Bytes of a stream after which it measures the queue on its path. That takes two microseconds.
 pub(crate) const SAMPLE_BYTES: u64 = 4 << 20;
 
-/// Samples of a rail's streams between two decisions: about one for each further stream of two connections with four each. At
-/// 10 Gb/s they take 27 ms.
+/// Samples of a rail's streams between two decisions: about one for each further stream of two connections with four
+/// each. At 10 Gb/s they take 27 ms.
 pub(crate) const SAMPLES: u32 = 8;
 
-/// A network is full when packets wait this long. Measured under NCCL's operations: 0.18 to 1.2 ms on full networks of 10 and
-/// 25 Gb/s; 0.02 to 0.13 ms on networks up to 100 Gb/s where the hosts were the limit.
+/// A network is full when packets wait this long. Measured under NCCL's operations: 0.18 to 1.2 ms on full networks of
+/// 10 and 25 Gb/s; 0.02 to 0.13 ms on networks up to 100 Gb/s where the hosts were the limit.
 pub(crate) const FULL_NETWORK_DELAY: Duration = Duration::from_micros(150);
 
-/// Decisions for which a successful trial of one stream holds. After a failure all streams stay for an eighth of this, doubled
-/// each time, up to four times this.
+/// Decisions for which a successful trial of one stream holds. After a failure all streams stay for an eighth of this,
+/// doubled each time, up to four times this.
 pub(crate) const TRIAL_PERIOD: u32 = 64;
 
 // How many bytes a stream may have on the way.
 
-/// Unacknowledged bytes per stream, at most. Socket writability hides a slow rail behind megabytes of kernel buffer; this
-/// limit is what makes a slow stream take fewer chunks. Streams that lag behind have less, long paths have more (`tcp::window`).
+/// Unacknowledged bytes per stream, at most. Socket writability hides a slow rail behind megabytes of kernel buffer;
+/// this limit is what makes a slow stream take fewer chunks. Streams that lag behind have less, long paths have more
+/// (`tcp::window`).
 pub(crate) const STREAM_WINDOW: u64 = 2 << 20;
 
-/// The same over the longest paths. With it a stream may carry 84 MB/s over a round trip of 200 ms. There the kernel's own
-/// buffers (`net.ipv4.tcp_wmem`, `net.ipv4.tcp_rmem`) are the limit, as they are for plain TCP.
+/// The same over the longest paths. With it a stream may carry 84 MB/s over a round trip of 200 ms. There the kernel's
+/// own buffers (`net.ipv4.tcp_wmem`, `net.ipv4.tcp_rmem`) are the limit, as they are for plain TCP.
 pub(crate) const STREAM_WINDOW_FAR: u64 = 16 << 20;
 
 /// Up to this round trip in microseconds a stream has [`STREAM_WINDOW`], which then is 200 MB/s at least.

@@ -1,9 +1,9 @@
 //! Which thread moves a message, and the [`constants`] that steer this choice.
 //!
-//! A connection carries messages in one direction over a first stream and, where there are processors and rails for it, further
-//! streams. A stream is moved by one thread at a time: a thread that finds it taken leaves its work to the
-//! holder, which does it before it releases the stream. Every thread calls the same function for a stream, so a poll by any of them is
-//! safe at any time.
+//! A connection carries messages in one direction over a first stream and, where there are processors and rails for it,
+//! further streams. A stream is moved by one thread at a time: a thread that finds it taken leaves its work to the
+//! holder, which does it before it releases the stream. Every thread calls the same function for a stream, so a poll by
+//! any of them is safe at any time.
 //!
 //! # The four ways by which a stream is served
 //!

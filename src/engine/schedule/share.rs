@@ -50,8 +50,8 @@ impl Share {
         } else if self.cores < 8 {
             3
         } else {
-            // With eight for long messages, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19 of the time on a 32-core host.
-            // Each message went through more workers, and these were less often awake.
+            // With eight for long messages, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19 of the time on a
+            // 32-core host. Each message went through more workers, and these were less often awake.
             1 + 4
         };
         automatic.max(if rails > 1 { 1 + rails } else { 1 })

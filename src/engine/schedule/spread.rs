@@ -1,20 +1,21 @@
 //! Whether all further streams carry long messages, or one: more than one only lengthens the queue of a full network.
 //!
-//! Several streams let several processors copy. Where the network is slower than one of them, each stream still keeps what its
-//! congestion window allows in the queue before the wire: at 10 Gb/s, 1.15 ms of data with four further streams on each of two
-//! connections, 0.5 ms with one. Clear-to-sends and acknowledgements of the other direction wait in the same queue.
-//! NCCL has eight messages of 128 KiB outstanding on each channel of `sendrecv`, which are too few for so long a way: the
-//! wire carried 8.4 Gb/s, and carries 9.5 with one stream. What that stream may not send yet waits in its socket, not in the
-//! network.
+//! Several streams let several processors copy. Where the network is slower than one of them, each stream still keeps
+//! what its congestion window allows in the queue before the wire: at 10 Gb/s, 1.15 ms of data with four further
+//! streams on each of two connections, 0.5 ms with one. Clear-to-sends and acknowledgements of the other direction wait
+//! in the same queue. NCCL has eight messages of 128 KiB outstanding on each channel of `sendrecv`, which are too few
+//! for so long a way: the wire carried 8.4 Gb/s, and carries 9.5 with one stream. What that stream may not send yet
+//! waits in its socket, not in the network.
 //!
 //! A full network shows in the kernel's round trip: it is longer than the shortest one by the time in the queue
 //! ([`FULL_NETWORK_DELAY`]).
 //!
-//! A path that limits each stream by itself, as clouds and bonded links do, has queues too. So one stream is a trial first.
-//! All carry the messages again when the trial shows less than 7/10 of the rate before, or no queue: then the processors of
-//! the one stream are the limit. A smaller loss is not seen, since other operations than before may be under way. The
-//! connections of a rail decide together: a connection with one stream gets less of a shared network than one with four. All
-//! streams also come back now and then, for two decisions, to see whether the queue is still there.
+//! A path that limits each stream by itself, as clouds and bonded links do, has queues too. So one stream is a trial
+//! first. All carry the messages again when the trial shows less than 7/10 of the rate before, or no queue: then the
+//! processors of the one stream are the limit. A smaller loss is not seen, since other operations than before may be
+//! under way. The connections of a rail decide together: a connection with one stream gets less of a shared network
+//! than one with four. All streams also come back now and then, for two decisions, to see whether the queue is still
+//! there.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};

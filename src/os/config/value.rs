@@ -26,7 +26,8 @@ pub(crate) trait Value: Sized {
     /// What was expected and, if possible, the nearest valid text.
     fn parse(text: &str) -> Result<Self, Bad>;
 
-    /// Reads the text of a variable that is set. Only a type for which "set to nothing" differs from "unset" has its own.
+    /// Reads the text of a variable that is set. Only a type for which "set to nothing" differs from "unset" has its
+    /// own.
     ///
     /// # Errors
     /// As [`Value::parse`].

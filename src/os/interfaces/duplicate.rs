@@ -13,7 +13,8 @@ fn table() -> String {
     std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default()
 }
 
-/// The flags of an address in the kernel's table: address, index, prefix, scope, flags, name, all but the last in hexadecimal.
+/// The flags of an address in the kernel's table: address, index, prefix, scope, flags, name, all but the last in
+/// hexadecimal.
 fn flags_of(table: &str, address: Ipv6Addr) -> u32 {
     let wanted = format!("{:032x}", address.to_bits());
     let line = table

@@ -27,8 +27,8 @@ fn meant_with(all: &[Interface], text: &str, index_of: impl Fn(&str) -> u32) -> 
     (!found.is_empty() && list != text).then_some(list)
 }
 
-/// The kernel's name of the interface that a name, an alternative name or an address stands for; else the nearest name; else
-/// the name itself.
+/// The kernel's name of the interface that a name, an alternative name or an address stands for; else the nearest name;
+/// else the name itself.
 fn real_name(all: &[Interface], name: &str, index_of: &impl Fn(&str) -> u32) -> String {
     let by = |is_it: &dyn Fn(&Interface) -> bool| all.iter().find(|one| is_it(one)).map(|one| one.name.clone());
     let is_prefix = all.iter().any(|one| one.name.starts_with(name));

@@ -77,7 +77,8 @@ mod tests {
         rails.into_iter().map(|rail| rail.speed_mbps).collect()
     }
 
-    /// An overlay network and the USB link to the management controller beside a 10 Gb/s card: NCCL preferred the former.
+    /// An overlay network and the USB link to the management controller beside a 10 Gb/s card: NCCL preferred the
+    /// former.
     #[test]
     fn an_unknown_speed_never_comes_before_a_known_one() {
         let card = rail("eth0", "10.9.1.1", Some(10_000));

@@ -8,8 +8,8 @@
 //! - the move of a channel's bytes through its connection, and of all bytes through the host. LL moves twice as many.
 //!
 //! The constants are fitted to the measurements in `tests/collectives.csv`, which cover six networks from 10 Gb/s to
-//! the loopback; `tests/profiler/tuner.rs` checks the choices against each of them. No constant describes one network: the ranks
-//! of a communicator must choose alike, and NCCL passes a tuner nothing about the network.
+//! the loopback; `tests/profiler/tuner.rs` checks the choices against each of them. No constant describes one network:
+//! the ranks of a communicator must choose alike, and NCCL passes a tuner nothing about the network.
 
 use super::{Algorithm, Collective, Protocol, Question, Way};
 

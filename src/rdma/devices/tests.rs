@@ -132,8 +132,8 @@ fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
     assert_eq!(speed(&bonded), 1_600_000);
 }
 
-/// A host as laid out in sysfs: `(device, port, path below /sys/devices, rate)`, in libibverbs's order, that is sorted by
-/// name.
+/// A host as laid out in sysfs: `(device, port, path below /sys/devices, rate)`, in libibverbs's order, that is sorted
+/// by name.
 type Tree<'a> = &'a [(&'a str, u8, &'a str, &'a str)];
 
 /// The result of discovery on such a host, as NCCL gets it: each port's name, its card, and its port of the card.
@@ -243,8 +243,8 @@ fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_a
     assert_eq!(shown(tree, &apart), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:01.0", 1)]));
 }
 
-/// With data direct a card has a second function on the GPU's own bus, which is no device of its own. The card is one device,
-/// at the place of its first function. (Towline does not use the second one.)
+/// With data direct a card has a second function on the GPU's own bus, which is no device of its own. The card is one
+/// device, at the place of its first function. (Towline does not use the second one.)
 #[test]
 fn a_data_direct_card_is_one_device_at_its_first_function() {
     let tree: Tree<'_> = &[("mlx5_0", 1, "pci0000:00/0000:00:00.0/0000:03:00.0", "800 Gb/sec (4X XDR)\n")];

@@ -99,8 +99,8 @@ pub(super) fn hand_over(
     Ok(())
 }
 
-/// The last writes that a queue pair holds back, if one immediate can cover all of them. Each must be a whole message that
-/// fills its receive, and their CTS entries must follow each other.
+/// The last writes that a queue pair holds back, if one immediate can cover all of them. Each must be a whole message
+/// that fills its receive, and their CTS entries must follow each other.
 #[derive(Debug, Default)]
 pub(super) struct Run {
     pub(super) qp: usize,

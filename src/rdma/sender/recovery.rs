@@ -24,8 +24,8 @@ pub(super) struct Orphan {
 }
 
 impl RdmaSend {
-    /// See [`Direction::care`](crate::rdma::connection::Direction::care): this side owes short messages that their queue
-    /// pair may lose, or a queue pair is in trouble.
+    /// See [`Direction::care`](crate::rdma::connection::Direction::care): this side owes short messages that their
+    /// queue pair may lose, or a queue pair is in trouble.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
         let Some(mut state) = self.try_state() else {
             self.base.alarm.raise();
@@ -105,8 +105,8 @@ impl RdmaSend {
         qp.is_tried();
     }
 
-    /// Both ends of a queue pair have ended. Writes that the receiver has received are done, and the rest goes over other
-    /// queue pairs.
+    /// Both ends of a queue pair have ended. Writes that the receiver has received are done, and the rest goes over
+    /// other queue pairs.
     #[cold]
     fn settle(&self, state: &mut State, qp: usize, taken: Taken) -> Result<()> {
         let State { ledger: Some(ledger), messages, outbox, orphans, .. } = state else { return Ok(()) };

@@ -150,7 +150,8 @@ impl RdmaSend {
         if let Some(ledger) = ledger {
             ledger.sent(index, Sent::Short(parcel));
         }
-        // SAFETY: the outbox exists as long as the queue pairs, and its slot is not reused until this write has completed.
+        // SAFETY: the outbox exists as long as the queue pairs, and its slot is not reused until this write has
+        // completed.
         unsafe { qp.post_one(write) }?;
         Counters::count(&self.base.counters.chunks, 1);
         Ok(())

@@ -33,8 +33,8 @@ impl fmt::Display for LinkLayer {
     }
 }
 
-/// How a device's packets reach its peer. Only InfiniBand's transport, which RoCE shares, can be connected by exchanging
-/// numbers of queue pairs, and has writes with immediates.
+/// How a device's packets reach its peer. Only InfiniBand's transport, which RoCE shares, can be connected by
+/// exchanging numbers of queue pairs, and has writes with immediates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Transport {
     /// InfiniBand and RoCE.
@@ -69,7 +69,8 @@ pub(crate) struct DeviceFacts {
 pub(crate) struct PortFacts {
     /// Whether it can carry traffic.
     pub is_active: bool,
-    /// None for a link layer that is neither InfiniBand nor Ethernet, and for one that the driver does not name, as EFA's.
+    /// None for a link layer that is neither InfiniBand nor Ethernet, and for one that the driver does not name, as
+    /// EFA's.
     pub link_layer: Option<LinkLayer>,
     /// The largest payload of a packet now, as `IBV_MTU_*` (1 to 5 for 256 to 4096 bytes).
     pub active_mtu: u32,
@@ -248,8 +249,8 @@ impl Context {
     }
 
     fn transport(&self) -> Transport {
-        // SAFETY: the context is open, and its device stays as long as that. The number is read as such, because `rdma-sys`
-        // has a closed enumeration in its place.
+        // SAFETY: the context is open, and its device stays as long as that. The number is read as such, because
+        // `rdma-sys` has a closed enumeration in its place.
         let number = unsafe { (&raw const (*(*self.raw()).device).transport_type).cast::<i32>().read() };
         match number {
             0 => Transport::InfiniBand,

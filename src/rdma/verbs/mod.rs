@@ -5,7 +5,8 @@
 //! pairs end before completion queues, and those before the context. An object whose creation failed never existed.
 //!
 //! Guarantees:
-//! - A forked child makes no call on its parent's objects: their descriptors are closed there, and dropping does nothing.
+//! - A forked child makes no call on its parent's objects: their descriptors are closed there, and dropping does
+//!   nothing.
 //! - An error of a call names the device and, if there is a usual cause, what to try.
 //!
 //! Posting work is `unsafe`: the memory of a work request must stay registered and in place until its completion was

@@ -1,5 +1,5 @@
-//! A driver without a GPU: "its" memory is the host's, and a stream carries out its operations late. Each thread has its
-//! own.
+//! A driver without a GPU: "its" memory is the host's, and a stream carries out its operations late. Each thread has
+//! its own.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::RefCell;

@@ -16,8 +16,8 @@ pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     let mine: Vec<IpAddr> = target.rails.iter().map(|rail| rail.address.ip()).collect();
     let names = target.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+");
     let family = other_family(peer.ip(), &mine, &names, config.socket_family);
-    // A host without any address of the peer's family has no local address for the connection. The kernel returns the same
-    // code as for a host without a free port.
+    // A host without any address of the peer's family has no local address for the connection. The kernel returns the
+    // same code as for a host without a free port.
     if error.hint() == Some(NO_PORT_HINT)
         && let Some(hint) = family
     {

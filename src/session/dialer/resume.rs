@@ -15,8 +15,8 @@ use crate::session::tries::{self, TRY};
 
 struct Resume(Weak<dyn ConnectingSide>);
 
-/// Tries one pair of rails after the other, until there is another socket, the connection is over, or every rail has refused
-/// for a while ([`ConnectingSide::gave_up`]).
+/// Tries one pair of rails after the other, until there is another socket, the connection is over, or every rail has
+/// refused for a while ([`ConnectingSide::gave_up`]).
 ///
 /// # Errors
 /// When the control thread cannot be started.

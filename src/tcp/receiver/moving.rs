@@ -64,8 +64,8 @@ impl RecvConn {
                 return Ok((moved, false));
             }
             io.make_room();
-            // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended, or
-            // a staging buffer that lives until its message is copied.
+            // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended,
+            // or a staging buffer that lives until its message is copied.
             let (got, wanted, open) = unsafe { io.receive(index == 0) };
             let Some(bytes) = self.health.read(got, self.has_parted(io), |error| self.starved(index, error))? else {
                 return Ok((moved, false));
@@ -81,9 +81,9 @@ impl RecvConn {
                 self.placed(index, io, placed);
             }
             // A short read means that the socket has no more bytes, which saves the call that would show that. The
-            // exception is an open frame, whose rest has probably arrived. The end of the stream may still follow. NCCL's
-            // thread and the control thread poll the first stream again. A worker polls again only when the kernel reports
-            // something new. If bytes and an end are there together, the kernel reports them only once.
+            // exception is an open frame, whose rest has probably arrived. The end of the stream may still follow.
+            // NCCL's thread and the control thread poll the first stream again. A worker polls again only when the
+            // kernel reports something new. If bytes and an end are there together, the kernel reports them only once.
             if index == 0 && bytes < wanted && matches!(io.body, Body::None) {
                 self.take_frames(index, io).map_err(Broken::Fatal)?;
                 if matches!(io.body, Body::None) {
@@ -179,8 +179,8 @@ impl RecvConn {
                 self.own.announced.store(header.total, Ordering::Relaxed);
                 self.health.peer_is_done();
                 io.received_goodbye = true;
-                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
-                // kernel does not send while bytes are left in the socket.
+                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which
+                // the kernel does not send while bytes are left in the socket.
                 if let Ok(Some(bytes)) = wire::discard(io.sock.as_raw_fd(), io.peeked) {
                     io.peeked -= bytes.min(io.peeked);
                 }

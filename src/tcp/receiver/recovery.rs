@@ -138,8 +138,8 @@ impl RecvConn {
     /// Gives up a stream while others are connected, and notifies the sender, which may not know.
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First reads the bytes that have arrived already: their sender may have closed, since this host's kernel has
-        // acknowledged them. This waits for the stream: the thread that holds it now may not poll again before the stream
-        // is taken away. 64 shares are more than a socket holds.
+        // acknowledged them. This waits for the stream: the thread that holds it now may not poll again before the
+        // stream is taken away. 64 shares are more than a socket holds.
         for _ in 0..64 {
             if !self.run_held(Some(self.streams[index].lock()), index, READ) {
                 break;

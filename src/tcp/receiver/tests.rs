@@ -198,8 +198,8 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
     }
 }
 
-/// A worker is called once for bytes that have arrived and for the end behind them: the kernel reports both together. If
-/// the worker left the end for the next poll, a receive would wait for ever for a peer that has gone.
+/// A worker is called once for bytes that have arrived and for the end behind them: the kernel reports both together.
+/// If the worker left the end for the next poll, a receive would wait for ever for a peer that has gone.
 #[test]
 fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
     let message = Header { flags: EAGER, length: 8, total: 8, epoch: 1, ..Header::of(Type::Data, 0) };
@@ -230,8 +230,8 @@ fn one_poll_of_a_worker_takes_in_the_end_behind_the_last_frame() {
     }
 }
 
-/// The first stream is not connected when the connection fails. The sender must receive the cause over another stream, and
-/// not wait for a stream that does not reconnect.
+/// The first stream is not connected when the connection fails. The sender must receive the cause over another stream,
+/// and not wait for a stream that does not reconnect.
 #[test]
 fn a_failure_is_told_on_every_stream() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());

@@ -203,9 +203,9 @@ impl SendConn {
         }
     }
 
-    /// Ends the connection to a peer that has not answered for too long. This side says goodbye and waits for nothing. The
-    /// kernel continues to send the data that it has accepted, and a peer that resumes one day gets all of that. With requests
-    /// in flight it is an abort.
+    /// Ends the connection to a peer that has not answered for too long. This side says goodbye and waits for nothing.
+    /// The kernel continues to send the data that it has accepted, and a peer that resumes one day gets all of that.
+    /// With requests in flight it is an abort.
     pub(crate) fn leave(&self) {
         if self.requests.outstanding() > 0 || self.health.is_failed() {
             return self.abandon();
@@ -249,8 +249,8 @@ impl SendConn {
     }
 }
 
-/// Whether the kernel has taken everything, the goodbye too. The end of the stream then wakes the receiver's control thread,
-/// so that the acknowledgement is not delayed.
+/// Whether the kernel has taken everything, the goodbye too. The end of the stream then wakes the receiver's control
+/// thread, so that the acknowledgement is not delayed.
 fn end_if_written(io: &mut Io) -> bool {
     let is_written = io.out.is_none() && io.control.is_empty();
     if is_written {

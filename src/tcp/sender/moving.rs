@@ -135,8 +135,8 @@ impl SendConn {
                             self.events.chunk_over(&self.requests, ticket.slot, 0, &chunk, began);
                         }
                         self.chunk_written(&mut state, &left, copy);
-                        // Not before: a counted frame may be acknowledged, also on another stream in another thread, and
-                        // then its message is over.
+                        // Not before: a counted frame may be acknowledged, also on another stream in another thread,
+                        // and then its message is over.
                         io.written.count();
                     }
                     self.settle_claims(&mut state, index);
@@ -233,8 +233,8 @@ impl SendConn {
         Some(unsafe { COPIES.copy(body.data, body.length) })
     }
 
-    /// The kernel took a whole chunk for the first time. That ends the request of a message that is copied now, or needs
-    /// no copy.
+    /// The kernel took a whole chunk for the first time. That ends the request of a message that is copied now, or
+    /// needs no copy.
     fn chunk_written(&self, state: &mut State, left: &Leaving, copy: Option<Vec<u8>>) {
         let payload = state.payloads[left.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(left.length);
@@ -354,8 +354,8 @@ impl SendConn {
         }
     }
 
-    /// A chunk goes out while a profiler is attached: remembers its request, unless that has already ended, and what to report
-    /// now.
+    /// A chunk goes out while a profiler is attached: remembers its request, unless that has already ended, and what to
+    /// report now.
     fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
         state.core.watch_landings(self.events.joins());
         let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };

@@ -1,5 +1,5 @@
-//! Streams that end and reconnect: which thread decides, what the sender requests from the receiver, and what the control
-//! thread polls.
+//! Streams that end and reconnect: which thread decides, what the sender requests from the receiver, and what the
+//! control thread polls.
 
 use std::io;
 use std::sync::Arc;

@@ -261,9 +261,9 @@ fn deafen(sock: &TcpStream) {
     assert_eq!(done, 0, "{}", io::Error::last_os_error());
 }
 
-/// A rail dies just after the last message has arrived, and its acknowledgement is lost. The receiver has everything and
-/// closes, and its goodbye arrives over another rail. The send must not wait until the kernel gives the dead stream up,
-/// which may take a quarter of an hour.
+/// A rail dies just after the last message has arrived, and its acknowledgement is lost. The receiver has everything
+/// and closes, and its goodbye arrives over another rail. The send must not wait until the kernel gives the dead stream
+/// up, which may take a quarter of an hour.
 #[test]
 fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     let (conn, mut theirs) = connected();
@@ -288,9 +288,9 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     conn.close();
 }
 
-/// The receiver has given up the first stream of a connection that fails at that moment, and a thread is still sending on it.
-/// If another stream sent the same bytes before that thread has released the stream, they could be acknowledged and their
-/// buffer given back.
+/// The receiver has given up the first stream of a connection that fails at that moment, and a thread is still sending
+/// on it. If another stream sent the same bytes before that thread has released the stream, they could be acknowledged
+/// and their buffer given back.
 #[test]
 fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let (conn, _theirs) = connected();
@@ -410,8 +410,8 @@ fn what_a_gpu_may_watch_is_marked() {
     }
 }
 
-/// The thread that polls finds its send not done and loses the processor; meanwhile a worker takes in the acknowledgement,
-/// and the receiver, which wants no more, closes in order. Then the poll goes on.
+/// The thread that polls finds its send not done and loses the processor; meanwhile a worker takes in the
+/// acknowledgement, and the receiver, which wants no more, closes in order. Then the poll goes on.
 #[test]
 fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     let (conn, mut theirs) = connected();
@@ -453,8 +453,8 @@ fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     conn.close();
 }
 
-/// The receiver has everything and closes in order. Its last acknowledgement is unread, or lost with its stream. A send that
-/// is posted at that moment is one too many: it fails, and the one before it does not.
+/// The receiver has everything and closes in order. Its last acknowledgement is unread, or lost with its stream. A send
+/// that is posted at that moment is one too many: it fails, and the one before it does not.
 #[test]
 fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     let (conn, mut theirs) = connected();
@@ -484,7 +484,8 @@ fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     conn.close();
 }
 
-/// The beginning of a chunk, of which more is to come than the input buffer of a sender holds. That is no end of the stream.
+/// The beginning of a chunk, of which more is to come than the input buffer of a sender holds. That is no end of the
+/// stream.
 #[test]
 fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
     for features in [0, FEATURE_RECOVERY] {

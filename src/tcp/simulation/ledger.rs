@@ -163,8 +163,8 @@ impl Ledger {
         self.placed[number].push((offset, length));
         if let (Some(source), Some(target)) = (self.sources.get(number), self.targets.get(number)) {
             let (from, to) = (source.address() + offset as usize, target + offset as usize);
-            // SAFETY: the place was checked; both belong to the connection, since neither request has ended, or to the ledger.
-            // With one tag the k-th receive is for the k-th send.
+            // SAFETY: the place was checked; both belong to the connection, since neither request has ended, or to the
+            // ledger. With one tag the k-th receive is for the k-th send.
             unsafe {
                 ptr::copy::<u8>(
                     ptr::with_exposed_provenance(from),

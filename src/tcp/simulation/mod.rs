@@ -62,8 +62,8 @@ fn an_honest_game(seed: u64) {
     settled.unwrap_or_else(|error| panic!("refused: {error}"));
 }
 
-/// Nothing arrives for a while. Meanwhile the sender tries to connect further streams again and again, and the first one
-/// ends or still seems to work. Afterwards everything arrives.
+/// Nothing arrives for a while. Meanwhile the sender tries to connect further streams again and again, and the first
+/// one ends or still seems to work. Afterwards everything arrives.
 fn a_game_with_an_outage(seed: u64) {
     let settled = play(seed, Mischief::Outage).and_then(|(mut world, over)| {
         assert!(over, "it hangs; {}", world.describe());

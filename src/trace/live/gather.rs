@@ -54,8 +54,8 @@ impl Process {
     }
 }
 
-/// All processes of these states, each with its newest; None when their file system does not answer any more. It takes up to five
-/// seconds when one of another host has no heartbeat.
+/// All processes of these states, each with its newest; None when their file system does not answer any more. It takes
+/// up to five seconds when one of another host has no heartbeat.
 pub(crate) fn processes(states: Vec<(PathBuf, State)>) -> Option<Vec<Process>> {
     let boot = place::boot();
     let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
@@ -101,8 +101,8 @@ fn fresh(files: &[(PathBuf, State)]) -> Option<Vec<Option<(State, u64)>>> {
     at_once::ask(vec![paths], Instant::now() + PATIENCE, read_all).pop().flatten()
 }
 
-/// Requests the state of a process of this host, which has not ended. Its file may be old because its disk is full or does not
-/// answer.
+/// Requests the state of a process of this host, which has not ended. Its file may be old because its disk is full or
+/// does not answer.
 fn ask(state: &State) -> Option<State> {
     if state.exited {
         return None;

@@ -129,8 +129,8 @@ pub(crate) struct State {
     pub boot: u64,
     /// The process id.
     pub pid: i32,
-    /// Drawn at random when the process began: a process of another container may have the same host name and process id. 0 in
-    /// the state of an older release.
+    /// Drawn at random when the process began: a process of another container may have the same host name and process
+    /// id. 0 in the state of an older release.
     #[serde(default)]
     pub stamp: u64,
     /// The process's rank in the job, if its launcher provides it.

@@ -39,8 +39,8 @@ pub(crate) struct Connection {
     pub bytes: u64,
     /// When that number last grew.
     pub moved: u64,
-    /// Since when this side has read what arrives, because a request has been outstanding; None when none is, and in the state
-    /// of an older release.
+    /// Since when this side has read what arrives, because a request has been outstanding; None when none is, and in
+    /// the state of an older release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polled: Option<u64>,
 }
@@ -106,7 +106,8 @@ impl Network {
     }
 }
 
-/// What the connections' interfaces have carried: as the kernel counts, or, where it does not (RDMA), these connections.
+/// What the connections' interfaces have carried: as the kernel counts, or, where it does not (RDMA), these
+/// connections.
 fn interfaces(list: &[Connection], counts: &str) -> Vec<Interface> {
     let names: BTreeSet<&str> = list.iter().flat_map(|it| &it.interfaces).map(String::as_str).collect();
     let kernel: BTreeMap<&str, (u64, u64)> = counts.lines().filter_map(counted).collect();

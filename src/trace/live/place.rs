@@ -50,8 +50,8 @@ pub(crate) fn file(dir: &Path, host: &str, pid: u32) -> PathBuf {
     dir.join(format!("{host}-{pid}.{ENDING}"))
 }
 
-/// A name by which the kernel takes a socket's path, whatever its length: through the descriptor of its directory, which must be
-/// kept open meanwhile.
+/// A name by which the kernel takes a socket's path, whatever its length: through the descriptor of its directory,
+/// which must be kept open meanwhile.
 ///
 /// # Errors
 /// When there is no such directory.
@@ -64,7 +64,8 @@ pub(crate) fn short_name(path: &Path) -> io::Result<(Option<File>, PathBuf)> {
     Ok((Some(dir), name))
 }
 
-/// The states of all files in a directory, and why others cannot be read. A file that its process has just removed is passed over.
+/// The states of all files in a directory, and why others cannot be read. A file that its process has just removed is
+/// passed over.
 ///
 /// # Errors
 /// When the directory cannot be read.
@@ -105,7 +106,8 @@ pub(crate) fn read(path: &Path) -> io::Result<State> {
     State::read(&bytes)
 }
 
-/// Removes old files of this host's processes that are gone, which are named `PREFIX` and the process's number, and their sockets.
+/// Removes old files of this host's processes that are gone, which are named `PREFIX` and the process's number, and
+/// their sockets.
 pub(in crate::trace) fn sweep(dir: &Path, prefix: &str, ending: &str) {
     let Ok(entries) = std::fs::read_dir(dir) else { return };
     for entry in entries.flatten() {

@@ -1,5 +1,5 @@
-//! Which process the figures are of: labels that stand on every series, so that those of all processes of a host can lie in
-//! one directory.
+//! Which process the figures are of: labels that stand on every series, so that those of all processes of a host can
+//! lie in one directory.
 
 use std::fmt::Write;
 

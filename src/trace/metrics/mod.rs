@@ -1,8 +1,9 @@
 //! The figures for Prometheus: its text format, in a file for node_exporter's textfile collector or over HTTP.
 //!
 //! Counters run since the process began; Prometheus computes rates and shares. The number of series is bounded:
-//! communicators are counted together by their names, peers by their hosts, what the wire carried by interface, and calls
-//! by function beyond [`FUNCTIONS`]. The file is replaced by an atomic rename, so that a reader never sees half of it.
+//! communicators are counted together by their names, peers by their hosts, what the wire carried by interface, and
+//! calls by function beyond [`FUNCTIONS`]. The file is replaced by an atomic rename, so that a reader never sees half
+//! of it.
 
 mod family;
 mod labels;
@@ -25,8 +26,8 @@ use super::summary::{CallStat, CommStat, Histogram, OTHERS, PeerStat, Summary, U
 /// The family that shows whether the process runs.
 const UP: &str = "towline_process_up";
 
-/// Functions of groups of communicators that have series of their own, those that were called first: each has a histogram,
-/// and counters for each algorithm and protocol, some 34 series.
+/// Functions of groups of communicators that have series of their own, those that were called first: each has a
+/// histogram, and counters for each algorithm and protocol, some 34 series.
 const FUNCTIONS: usize = 40;
 
 /// The input of the figures.
@@ -74,7 +75,8 @@ pub(crate) fn render(figures: &Figures<'_>) -> String {
     page.text
 }
 
-/// The series with which all series of the process are joined to find its GPU. A process has as many as its host at most.
+/// The series with which all series of the process are joined to find its GPU. A process has as many as its host at
+/// most.
 fn gpus(page: &mut Page<'_>, summary: &Summary) {
     let mut family = page.family("towline_gpu_info", "gauge", "1 for each GPU of the process.");
     summary.gpus.iter().for_each(|gpu| family.sample(&format!("gpu=\"{}\"", escape(gpu)), 1));

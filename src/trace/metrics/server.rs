@@ -72,8 +72,8 @@ impl Clients {
     }
 }
 
-/// Opens the socket. Processes of one host get one port each: the address's plus their number on the host, where the launcher says
-/// it, else the first that is free.
+/// Opens the socket. Processes of one host get one port each: the address's plus their number on the host, where the
+/// launcher says it, else the first that is free.
 pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io::Result<Registered<TcpListener>> {
     let at = |more: u16| {
         let port = address.port().checked_add(more).ok_or(io::ErrorKind::AddrNotAvailable)?;

@@ -364,8 +364,8 @@ impl Emitter {
                 self.insert(record, comm, place.uuid, Some(place), flow);
             }
             Body::NetTowline(part) => {
-                // The transport measures in ticks, by another rate: over 30 ms the two were seen to differ by half a microsecond.
-                // No part begins before its step.
+                // The transport measures in ticks, by another rate: over 30 ms the two were seen to differ by half a
+                // microsecond. No part begins before its step.
                 let step = self.open.get(&record.parent).map_or(0, |step| step.begin);
                 let when = when.saturating_sub(part.ago_ns.into()).max(step);
                 self.start_net(&Record { when, ..*record }, &annotations);

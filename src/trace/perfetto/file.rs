@@ -48,7 +48,8 @@ pub(crate) struct TraceFile {
     buffer: Vec<u8>,
     /// Room for one packet.
     packet: Vec<u8>,
-    /// The longest that it may get, and the length at which the trace goes on in a new file: half of what both may have.
+    /// The longest that it may get, and the length at which the trace goes on in a new file: half of what both may
+    /// have.
     limit: u64,
     half: u64,
     /// Packets that were left out because the file is full or the disk is.
@@ -101,8 +102,8 @@ impl TraceFile {
         })
     }
 
-    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached, or a file's longest, or half of what the disk
-    /// has.
+    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached, or a file's longest, or half of
+    /// what the disk has.
     pub(crate) fn is_due(&self) -> bool {
         self.may_turn && !self.full && (self.scarce || self.end() + LEAST / 4 > self.half)
     }
@@ -198,8 +199,8 @@ impl TraceFile {
         !self.full && std::mem::take(&mut self.made_room)
     }
 
-    /// Writes the added packets. On a full disk the file before this one makes room; where there is none, the file is cut back
-    /// to its last whole packet and tracing ends.
+    /// Writes the added packets. On a full disk the file before this one makes room; where there is none, the file is
+    /// cut back to its last whole packet and tracing ends.
     ///
     /// # Errors
     /// Those of the file system; tracing has ended.

@@ -543,8 +543,8 @@ mod tests {
         assert_eq!(read_back(&records).arrows.iter().map(|arrow| arrow.when).collect::<Vec<_>>(), [100]);
     }
 
-    /// A trace of at most 1 MiB, in which a step is open all the time while so many operations come and go: its newest part, and
-    /// the one before.
+    /// A trace of at most 1 MiB, in which a step is open all the time while so many operations come and go: its newest
+    /// part, and the one before.
     fn long_trace(operations: u64) -> (Process, Option<Process>) {
         let dir = tempfile::tempdir().unwrap();
         let file = TraceFile::create(dir.path(), "t", 1 << 20).unwrap();

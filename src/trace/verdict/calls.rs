@@ -51,7 +51,8 @@ fn waiting(comm: &Communicator, key: Key) -> Option<Waiting> {
     Some(Waiting { ranks: ranks.into_iter().map(|it| it.0).collect(), key, for_ns: comm.now.saturating_sub(first) })
 }
 
-/// A rank's calls that have been open for so long. One whose end may have been missed counts only while nothing follows it.
+/// A rank's calls that have been open for so long. One whose end may have been missed counts only while nothing follows
+/// it.
 fn open(member: &Member, now: u64, least: u64) -> impl Iterator<Item = &Call> {
     let newest = member.calls.last().map_or(0, |call| call.entered);
     let is_sure = move |call: &&Call| member.gaps.ends.is_none_or(|gap| gap < call.entered) || call.entered == newest;
@@ -70,8 +71,8 @@ fn entered(member: &Member, key: Key) -> bool {
     member.calls.iter().any(|call| call.key.func == key.func && call.key.seq >= key.seq)
 }
 
-/// Whether a rank may have entered a call that is not among its own, since events are missing behind the last one of its
-/// function.
+/// Whether a rank may have entered a call that is not among its own, since events are missing behind the last one of
+/// its function.
 fn may_have_entered(member: &Member, key: Key) -> bool {
     let last = member.calls.iter().rfind(|call| call.key.func == key.func).map_or(0, |call| call.entered);
     entered(member, key) || member.gaps.calls.is_some_and(|gap| gap >= last)
@@ -109,18 +110,19 @@ fn behind(comm: &Communicator, key: Key) -> Option<Cause> {
     (!ranks.is_empty()).then_some(Cause::Behind(ranks))
 }
 
-/// Ranks that made another call before this one, and ranks that are in it too and did not make that one. NCCL numbers the calls
-/// of each function on its own, so all are in the same `AllReduce`, and yet not in the same call.
+/// Ranks that made another call before this one, and ranks that are in it too and did not make that one. NCCL numbers
+/// the calls of each function on its own, so all are in the same `AllReduce`, and yet not in the same call.
 fn order(comm: &Communicator, key: Key) -> Option<Cause> {
     let inside = || comm.members.iter().filter(|(_, member)| member.calls.iter().any(|call| call.key == key));
-    // Each call with the one before it. All ranks have the same ones where nothing is wrong, and there may be many ranks.
+    // Each call with the one before it. All ranks have the same ones where nothing is wrong, and there may be many
+    // ranks.
     let (mut seen, mut pairs) = (HashSet::new(), Vec::new());
     for (_, member) in inside() {
         let calls = || member.calls.iter().map(|call| call.key).take_while(|&own| own != key);
         pairs.extend(calls().zip(calls().skip(1)).filter(|pair| seen.insert(*pair)));
     }
-    // If a rank remembers no call that precedes this one on another rank, it may have forgotten this one too; or its event was
-    // missed.
+    // If a rank remembers no call that precedes this one on another rank, it may have forgotten this one too; or its
+    // event was missed.
     let lacks = |member: &Member, before: Key, other: Key| {
         let before = member.calls.iter().find(|call| call.key == before);
         before.is_some_and(|before| member.gaps.calls.is_none_or(|gap| gap < before.entered)) && !entered(member, other)

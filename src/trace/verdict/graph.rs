@@ -1,9 +1,9 @@
 //! From a communicator that stands still to the rank that holds it up, across communicators.
 //!
-//! A *spot* is what ranks are stuck in: a collective of a communicator, or a send or a receive of one rank. Each has its own
-//! verdict. If the ranks that this blames wait in other spots themselves, an edge leads there, and the verdict is no answer. A
-//! spot with a rank to blame that waits nowhere else is a *root*. Where no root can be reached, the edges go in a circle: the
-//! ranks entered communicators in different orders.
+//! A *spot* is what ranks are stuck in: a collective of a communicator, or a send or a receive of one rank. Each has
+//! its own verdict. If the ranks that this blames wait in other spots themselves, an edge leads there, and the verdict
+//! is no answer. A spot with a rank to blame that waits nowhere else is a *root*. Where no root can be reached, the
+//! edges go in a circle: the ranks entered communicators in different orders.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -57,7 +57,8 @@ struct Graph<'a> {
     nodes: BTreeMap<Spot, Node>,
 }
 
-/// The reasons why communicators stand still: findings for which most ranks wait first, and those that name no rank last.
+/// The reasons why communicators stand still: findings for which most ranks wait first, and those that name no rank
+/// last.
 pub(super) fn findings(comms: &Communicators) -> Vec<Finding> {
     let mut graph = Graph::new(comms);
     let mut direct = Vec::new();

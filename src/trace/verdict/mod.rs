@@ -7,12 +7,12 @@
 //! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
 //! 2. a rank that has not entered the call in which the others wait, or has entered another one instead or before;
 //! 3. a rank that entered it with other arguments;
-//! 4. the end of the chain of waits. That is an unfinished transfer, a rank that waits for its own GPU, or bytes that one
-//!    end of a connection has sent and the other has not received;
+//! 4. the end of the chain of waits. That is an unfinished transfer, a rank that waits for its own GPU, or bytes that
+//!    one end of a connection has sent and the other has not received;
 //! 5. a rank without data, because its process was queried and does not answer.
 //!
-//! A rank that holds one communicator up because it waits in another one is no answer. [`graph`] continues with that one,
-//! and finds the rank that holds up all of them, or a circle of communicators.
+//! A rank that holds one communicator up because it waits in another one is no answer. [`graph`] continues with that
+//! one, and finds the rank that holds up all of them, or a circle of communicators.
 //!
 //! It must not know where the input comes from.
 
@@ -53,8 +53,8 @@ pub(crate) struct Arguments {
     pub root: i32,
 }
 
-/// Which call of a communicator. NCCL numbers the collectives of each function, alike on all ranks. A send or a receive is
-/// numbered here among those of its rank with that peer.
+/// Which call of a communicator. NCCL numbers the collectives of each function, alike on all ranks. A send or a receive
+/// is numbered here among those of its rank with that peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// The function.
@@ -209,8 +209,8 @@ impl Route {
     }
 }
 
-/// The name of a process, `host:process`, for comparisons: the two names of a host may differ in characters that no file name
-/// has.
+/// The name of a process, `host:process`, for comparisons: the two names of a host may differ in characters that no
+/// file name has.
 fn plain(text: &str) -> String {
     text.replace(|c: char| !c.is_ascii_alphanumeric(), "_")
 }
@@ -390,7 +390,8 @@ pub(crate) enum Cause {
     },
     /// Ranks made a call with different arguments; those that most ranks made come first.
     Arguments(Vec<Made>),
-    /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a circle.
+    /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a
+    /// circle.
     Chain(Vec<i32>, Option<Wait>),
     /// A circle of waits, up to a rank that has done its part: the rank before it has not received what it has sent.
     Undelivered(Vec<i32>, Undelivered),

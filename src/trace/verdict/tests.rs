@@ -368,7 +368,8 @@ fn bytes_that_were_sent_and_have_not_arrived_break_the_circle() {
             let polled = Some(12 * S);
             Route { peer, send, interfaces, number: number as u64, bytes, moved: 13 * S, polled, ..Route::default() }
         };
-        // Over connections 20 to 22 nothing is under way, for longer, and over connection 8 nothing goes to another rank.
+        // Over connections 20 to 22 nothing is under way, for longer, and over connection 8 nothing goes to another
+        // rank.
         let earlier = |number, send, peer| Route { moved: 11 * S, ..route(number, send, peer, 7000) };
         member(&mut comm, rank).waits = vec![Wait { peer: from, on: On::Data, since: 12 * S }];
         member(&mut comm, rank).routes = vec![
@@ -400,8 +401,8 @@ fn bytes_that_were_sent_and_have_not_arrived_break_the_circle() {
 
 #[test]
 fn a_message_that_came_before_its_receive_is_not_taken_for_lost() {
-    // Rank 1's GPU hangs. Rank 0 has sent two broadcasts, and rank 1 has no receive for the second one yet. Then comes a call in
-    // which both wait for data.
+    // Rank 1's GPU hangs. Rank 0 has sent two broadcasts, and rank 1 has no receive for the second one yet. Then comes
+    // a call in which both wait for data.
     let mut comm = waiting_for_41_s(2);
     let wait = |peer, on| Wait { peer, on, since: 12 * S };
     let route = |send, number, bytes, polled| Route {

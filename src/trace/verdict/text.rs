@@ -206,8 +206,8 @@ impl Communicator {
         text
     }
 
-    /// The connection by which a rank sends to another or receives from it, as far as that is known. Where nothing is known of
-    /// the other, it is the first, if all of that direction have the same interfaces.
+    /// The connection by which a rank sends to another or receives from it, as far as that is known. Where nothing is
+    /// known of the other, it is the first, if all of that direction have the same interfaces.
     pub(super) fn route(&self, own: i32, other: i32, send: bool) -> Option<&Route> {
         let own = self.members.get(&own)?;
         let mut routes = own.routes.iter().filter(|route| route.send == send);
@@ -237,7 +237,8 @@ impl Communicator {
         counts.into_iter().max_by_key(|&(on, count)| (count, Reverse(on))).map(|(on, _)| on)
     }
 
-    /// Ranks in few words: those of a host together, with their GPUs, and their ranks in the job where these are others.
+    /// Ranks in few words: those of a host together, with their GPUs, and their ranks in the job where these are
+    /// others.
     pub(super) fn ranks(&self, ranks: &[i32]) -> String {
         let mut hosts: Vec<(Option<&str>, Vec<i32>)> = Vec::new();
         for &rank in ranks.iter().take(LISTED) {

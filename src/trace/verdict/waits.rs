@@ -8,10 +8,10 @@ use super::{Cause, Communicator, Member, On, Route, STUCK_NS, Undelivered, Wait,
 pub(super) const FOLLOWED_NS: u64 = STUCK_NS / 5;
 
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
-/// chain. A rank that waits for a peer's data or buffer leads on to that peer. A rank that waits for nothing but its GPU
-/// is the end. A GPU that waits only because data is missing is never considered the cause, since its rank waits for the
-/// peer too. A process on the way that has ended, is silent or does not answer explains the chain: what it waits for is as
-/// old as it. A circle ends where what was sent has not arrived ([`Follower::circle`]).
+/// chain. A rank that waits for a peer's data or buffer leads on to that peer. A rank that waits for nothing but its
+/// GPU is the end. A GPU that waits only because data is missing is never considered the cause, since its rank waits
+/// for the peer too. A process on the way that has ended, is silent or does not answer explains the chain: what it
+/// waits for is as old as it. A circle ends where what was sent has not arrived ([`Follower::circle`]).
 pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
     let mut follower = Follower { comm, pairs: HashMap::new() };
     let ways: Vec<Way> = ranks.iter().filter_map(|&rank| follower.follow(rank)).collect();
@@ -85,9 +85,9 @@ impl Follower<'_> {
         }
     }
 
-    /// A circle of waits, up to where it is broken: the sender of data that one of its ranks waits for has done its part. NCCL
-    /// regards a send as complete once the transport has copied it, and only the connection's two ends show that it has not
-    /// arrived.
+    /// A circle of waits, up to where it is broken: the sender of data that one of its ranks waits for has done its
+    /// part. NCCL regards a send as complete once the transport has copied it, and only the connection's two ends show
+    /// that it has not arrived.
     fn circle(&mut self, mut chain: Vec<i32>, awaited: &[On]) -> Way {
         let begin = chain.iter().position(|rank| Some(rank) == chain.last()).unwrap_or(0);
         let broken = (begin..awaited.len()).filter(|&at| awaited[at] == On::Data).find_map(|at| {
@@ -107,8 +107,8 @@ impl Follower<'_> {
     }
 }
 
-/// The bytes between two ranks for longest, over a connection that stands still. A receiver without an outstanding receive may
-/// have them in its kernel.
+/// The bytes between two ranks for longest, over a connection that stands still. A receiver without an outstanding
+/// receive may have them in its kernel.
 fn undelivered(comm: &Communicator, sender: &Member, receiver: &Member) -> Option<Undelivered> {
     let is_old = |since: u64, least| comm.now.saturating_sub(since) >= least;
     let polled = receiver.routes.iter().filter(|end| !end.send && end.polled.is_some_and(|it| is_old(it, FOLLOWED_NS)));

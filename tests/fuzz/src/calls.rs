@@ -2,9 +2,9 @@
 //! execution takes microseconds. Whatever is passed as a context, listener, connection, registration or request may be
 //! right, closed, of another kind, or never given out. Pointers to places and arrays are valid, as NCCL promises.
 //!
-//! No call crashes or waits for ever; no buffer is touched after the transport had to let go of it, nor a byte beyond its
-//! end ([`memory`]). Right calls succeed and wrong ones fail, each message arrives once, whole, and where it belongs, and
-//! every request of an input is brought to its end before the next input begins.
+//! No call crashes or waits for ever; no buffer is touched after the transport had to let go of it, nor a byte beyond
+//! its end ([`memory`]). Right calls succeed and wrong ones fail, each message arrives once, whole, and where it
+//! belongs, and every request of an input is brought to its end before the next input begins.
 //!
 //! Making a connection costs as much as a hundred inputs. So one input in [`WILD`], by a hash of its bytes, may do what
 //! ends connections: close them, with requests in flight or not, send more than a receive holds, make further ones. The
@@ -303,8 +303,8 @@ impl Play {
         self.settle(which);
     }
 
-    /// Brings every request of a connection to its end: what is missing is sent and received. Nothing is promised for one
-    /// that is broken.
+    /// Brings every request of a connection to its end: what is missing is sent and received. Nothing is promised for
+    /// one that is broken.
     fn settle(&mut self, which: usize) {
         let start = Instant::now();
         while self.world.pairs[which].receives_end_well() {

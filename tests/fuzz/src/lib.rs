@@ -1,5 +1,5 @@
-//! The fuzz targets, each a function from an input to nothing that panics when a promise is broken, and what they share:
-//! an input as a series of decisions.
+//! The fuzz targets, each a function from an input to nothing that panics when a promise is broken, and what they
+//! share: an input as a series of decisions.
 //!
 //! `fuzz_targets/` gives them to libFuzzer, `tests/sources/fuzz_corpus.rs` replays the corpus in an ordinary test.
 
@@ -38,8 +38,8 @@ pub(crate) fn ask(input: &mut Input<'_>) {
     call!(makeVDevice(&raw mut device, &raw mut members));
 }
 
-/// Posts a group of receives: memory, size and tag of each. `count` may say something else than there are. The arrays are
-/// mutable, as NCCL has them, and each ends where the address sanitizer looks.
+/// Posts a group of receives: memory, size and tag of each. `count` may say something else than there are. The arrays
+/// are mutable, as NCCL has them, and each ends where the address sanitizer looks.
 pub(crate) fn irecv(
     receiver: *mut c_void,
     count: c_int,

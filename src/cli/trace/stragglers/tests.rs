@@ -1,7 +1,7 @@
 use super::*;
 
-/// A ring of so many ranks: in each slice every way takes `ns(slice, rank)` for each of its bytes; 0 where nothing moves. Steps
-/// of 64 KiB.
+/// A ring of so many ranks: in each slice every way takes `ns(slice, rank)` for each of its bytes; 0 where nothing
+/// moves. Steps of 64 KiB.
 fn ring(ranks: i32, ns: impl Fn(usize, i32) -> u64) -> Comm {
     ring_of(16, ranks, ns)
 }
@@ -80,8 +80,8 @@ fn a_late_rank_is_later_than_chance_makes_the_others() {
     assert_eq!(arrivals(96, |number| if number < 40 { (0, 30_000) } else { (1, 300_000) }).late_ranks(), None);
 }
 
-/// 96 collectives of four ranks on two hosts, ten milliseconds apart; `last` returns which rank comes last, and how much
-/// later.
+/// 96 collectives of four ranks on two hosts, ten milliseconds apart; `last` returns which rank comes last, and how
+/// much later.
 fn four(last: impl Fn(u64) -> (i32, u64)) -> Comm {
     let mut comm = ring(4, |_, _| 2);
     comm.bound = Some(0);
@@ -158,8 +158,8 @@ fn chance(seed: u64) -> impl FnMut() -> u64 {
     }
 }
 
-/// `count` collectives of `ranks` ranks, some five milliseconds apart; `delay(rank)` returns how late a rank is to the next
-/// one.
+/// `count` collectives of `ranks` ranks, some five milliseconds apart; `delay(rank)` returns how late a rank is to the
+/// next one.
 fn delayed(ranks: i32, count: u64, mut delay: impl FnMut(i32) -> u64) -> Comm {
     let mut comm = ring(ranks, |_, _| 2);
     comm.bound = Some(0);
@@ -177,8 +177,8 @@ fn spread(random: &mut impl FnMut() -> u64, mean: f64) -> u64 {
     (-((random() as f64 + 0.5) / f64::from(1_u32 << 31)).ln() * mean) as u64
 }
 
-/// A machine with too few processors: now and then a rank has none for several collectives, and is milliseconds late to each.
-/// In so many runs of a hundred the report names a rank.
+/// A machine with too few processors: now and then a rank has none for several collectives, and is milliseconds late to
+/// each. In so many runs of a hundred the report names a rank.
 fn named_on_a_busy_machine(ranks: i32, count: u64) -> f64 {
     const RUNS: u64 = 400;
     let mut random = chance(u64::from(ranks as u32) + count);
@@ -197,7 +197,8 @@ fn named_on_a_busy_machine(ranks: i32, count: u64) -> f64 {
     100.0 * (0..RUNS).map(|_| run()).sum::<u64>() as f64 / RUNS as f64
 }
 
-/// As a machine with five times the processes that it has processors for was seen to do it: 178 of 228, by 400 to 700 µs.
+/// As a machine with five times the processes that it has processors for was seen to do it: 178 of 228, by 400 to 700
+/// µs.
 #[test]
 fn of_two_ranks_one_that_is_mostly_later_than_the_other_is_at_times_is_not_named() {
     assert_eq!(arrivals(96, |number| if number % 9 < 2 { (1, 400_000) } else { (0, 700_000) }).late_ranks(), None);

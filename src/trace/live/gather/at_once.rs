@@ -9,8 +9,8 @@ const AT_ONCE: usize = 128;
 
 /// The answers of `asked` until the deadline, in their order; None for a process that gives none.
 ///
-/// A thread that still waits for an answer then is left to its own time limit. A name server, or a socket whose process is
-/// stopped, may delay it for longer than the user is to wait.
+/// A thread that still waits for an answer then is left to its own time limit. A name server, or a socket whose process
+/// is stopped, may delay it for longer than the user is to wait.
 pub(crate) fn ask<Q, A>(
     asked: Vec<Q>,
     deadline: Instant,

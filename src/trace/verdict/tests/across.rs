@@ -32,8 +32,8 @@ fn workers(found: &Finding) -> Vec<Worker> {
     found.named().iter().map(|named| named.member.as_ref().expect("a member").pid - 100).collect()
 }
 
-/// Data parallel and tensor parallel: worker `d * side + t` is rank `t` of tensor communicator `d`, and rank `d` of data
-/// communicator `100 + t`.
+/// Data parallel and tensor parallel: worker `d * side + t` is rank `t` of tensor communicator `d`, and rank `d` of
+/// data communicator `100 + t`.
 fn grid(side: i32) -> Communicators {
     let mut comms = Communicators::new();
     for one in 0..side {

@@ -66,8 +66,8 @@ impl Pair {
         !self.broken && self.sender.open && self.receiver.open
     }
 
-    /// Whether every receive that has its message ends well. What was sent before an orderly close arrives; but a receive
-    /// that waits for more then fails, and with it the others.
+    /// Whether every receive that has its message ends well. What was sent before an orderly close arrives; but a
+    /// receive that waits for more then fails, and with it the others.
     pub fn receives_end_well(&self) -> bool {
         !self.broken && self.receiver.open && (self.sender.open || self.unmatched().1.is_empty())
     }

@@ -1,5 +1,5 @@
-//! The list of notes between threads that move data and NCCL's loses nothing, doubles nothing and keeps its order, and what
-//! was noted before a request ended is there when its end is seen.
+//! The list of notes between threads that move data and NCCL's loses nothing, doubles nothing and keeps its order, and
+//! what was noted before a request ended is there when its end is seen.
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};

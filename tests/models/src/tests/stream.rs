@@ -157,7 +157,8 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
         shared.stream.watch(shared.worker.clone());
         shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
-        // Either the other thread broke the old epoch, or it came late and broke the new one, whose registration went with it.
+        // Either the other thread broke the old epoch, or it came late and broke the new one, whose registration went
+        // with it.
         let lives = shared.stream.with_io(|()| ()).is_some();
         let before = shared.worker.kicks();
         shared.stream.kick();
