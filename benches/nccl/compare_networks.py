@@ -119,7 +119,7 @@ def rows(options, shape):
 
 
 def measure(options, name, deadline, keep):
-    """Samples by collective, size and contender, each by round."""
+    """Samples by collective, size and contender, each by round: microseconds, and seconds of processor time."""
     samples, wrong, problems = {}, 0, []
     script = TRAINING_RANK if options.training else processes.RANK
     with network(options, name) as (wraps, interfaces), contextlib.ExitStack() as groups:
@@ -147,18 +147,20 @@ def measure(options, name, deadline, keep):
                         continue
                     taken = run.rows[0].time_us
                     wrong += run.rows[0].wrong or 0
-                    samples.setdefault((collective, count), {}).setdefault(who, {})[number] = taken
+                    samples.setdefault((collective, count), {}).setdefault(who, {})[number] = (taken, run.cpu_s)
                     sample = {"network": name, "collective": collective, "size": count, "contender": who}
-                    keep({**sample, "round": number, "time_us": taken})
+                    keep({**sample, "round": number, "time_us": taken, "cpu_s": run.cpu_s})
     return samples, wrong, problems
 
 
 def report(name, samples, margin, against=SOCKETS):
-    """Prints a network's table; gives the misses."""
+    """Prints a network's table; gives the misses. The last column is the processor time by that of the same row."""
     misses = []
     best_title = "best Socket" if tuple(against) == SOCKETS else "beside"
-    print(f"\n## {name}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval |\n|---|---|---|---|---|---|---|")
-    for (collective, count), by in samples.items():
+    print(f"\n## {name}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval | CPU |\n|---|---|---|---|---|---|---|---|")
+    for (collective, count), both in samples.items():
+        by = {who: {number: taken for number, (taken, _) in rounds.items()} for who, rounds in both.items()}
+        cpu = {who: {number: used for number, (_, used) in rounds.items()} for who, rounds in both.items()}
         sockets = [(stats.median_interval(list(by[who].values())).median, who) for who in against if who in by]
         for who in sorted(by.keys() - set(against)):
             if not sockets:
@@ -166,8 +168,10 @@ def report(name, samples, margin, against=SOCKETS):
             best, best_name = min(sockets)
             own = stats.median_interval(list(by[who].values())).median
             ratio = stats.paired_ratio(by[who], by[best_name])
-            shown = "-" if ratio is None else f"{ratio.median:.2f} | {ratio.low:.2f} to {ratio.high:.2f}"
-            print(f"| {collective} | {count} | {best_name} | {best:.1f} | {who}: {own:.1f} | {shown} |")
+            shown = "- | -" if ratio is None else f"{ratio.median:.2f} | {ratio.low:.2f} to {ratio.high:.2f}"
+            work = stats.paired_ratio(cpu[who], cpu[best_name])
+            used = "-" if work is None else f"{work.median:.2f}"
+            print(f"| {collective} | {count} | {best_name} | {best:.1f} | {who}: {own:.1f} | {shown} | {used} |")
             if ratio and (ratio.median > 1.0 or ratio.high > margin):
                 misses.append(f"{name}: {collective} of {count} bytes, {who}: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
     return misses
