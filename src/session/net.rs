@@ -26,7 +26,7 @@ use super::tombstones::{Tombstone, Tombstones};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::engine::schedule::share::Share;
-use crate::engine::schedule::spread::Spreads;
+use crate::engine::schedule::spread::Spread;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
 use crate::os::host;
@@ -64,8 +64,8 @@ pub(crate) struct Net {
     pub shortages: Shortages,
     /// Which interfaces streams leave by.
     pub outlets: Outlets,
-    /// On which rails one further stream of each connection carries long messages.
-    pub spreads: Spreads,
+    /// Whether one further stream of each connection carries long messages.
+    pub spread: Spread,
     me: Weak<Self>,
 }
 
@@ -161,7 +161,7 @@ impl Net {
             farewells: OnceLock::new(),
             shortages: Shortages::default(),
             outlets: Outlets::default(),
-            spreads: Spreads::default(),
+            spread: Spread::default(),
             turns: AtomicUsize::new(0),
             me: me.clone(),
         })

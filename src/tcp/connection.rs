@@ -16,9 +16,9 @@
 //! 4. The state: bookkeeping, and copies of at most one chunk.
 //! 5. One of the small ones. Of a connection: `monitors`, `inquiry`, `deliveries`, `preferred_pairs`, `condemned`,
 //!    `outbox`, `fences`, `trouble`, `waiting`, `standstill`, `damage`, when [`Chores`] are due, the events' desk. Of
-//!    the process: the lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)), a
-//!    rail's [`Spread`](crate::engine::schedule::spread::Spread) and the list of them. A registration: of a stream, of
-//!    [`Chores`], of `Shortages`.
+//!    the process: the lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)),
+//!    its [`Spread`](crate::engine::schedule::spread::Spread). A registration: of a stream, of [`Chores`], of
+//!    `Shortages`.
 //! 6. Last: the request keys (also under `monitors`), [`Ended`] (also under `inquiry`), a worker's entries and its
 //!    doorbell (also under a registration).
 //!

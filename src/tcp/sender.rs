@@ -32,7 +32,6 @@ use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
 use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX};
 use crate::engine::schedule::load;
-use crate::engine::schedule::spread::Spread;
 use crate::engine::span::Span;
 use crate::os::error::Result;
 use crate::os::ticks::Ticks;
@@ -174,8 +173,8 @@ pub(crate) type SendConn = Connection<Sending>;
 pub(crate) struct Sending {
     /// The path is long.
     far: bool,
-    /// Over one rail that is not long: whether one further stream carries long messages.
-    spread: Option<Arc<Spread>>,
+    /// Over one rail that is not long. Then one further stream may carry long messages.
+    one_rail: bool,
     grown: AtomicBool,
     /// Streams beyond the first that count against the process's budget until this connection is dropped.
     extra: AtomicUsize,
@@ -327,11 +326,10 @@ impl SendConn {
             query_timer: BackoffTimer::for_queries(),
         };
         let far = is_far(link.round_trip);
-        // Several rails are several wires, and a long path has its own rules.
-        let rail = link.local.first().filter(|_| link.pairs() == 1 && !far);
         let own = Sending {
             far,
-            spread: rail.map(|rail| net.spreads.of(rail.address.ip())),
+            // Several rails are several wires, and a long path has its own rules.
+            one_rail: link.pairs() == 1 && !far,
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
@@ -640,7 +638,7 @@ impl SendConn {
 
     /// Starts as many streams as a message can use. Without further streams the calling thread sends it on the first.
     fn wake_streams(&self, length: u64) {
-        let one = self.own.spread.as_ref().is_some_and(|spread| spread.uses_one_stream());
+        let one = self.own.one_rail && self.net.spread.uses_one_stream();
         let (streams, count) = self.state().core.engage(length, one);
         for &index in &streams[..count] {
             match index {

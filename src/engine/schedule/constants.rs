@@ -78,7 +78,7 @@ pub(crate) const PAGE: u64 = 4096;
 /// Bytes of a stream after which it measures the queue on its path. That takes two microseconds.
 pub(crate) const SAMPLE_BYTES: u64 = 4 << 20;
 
-/// Samples of a rail's streams between two decisions: about one for each further stream of two connections with four
+/// Samples of all streams between two decisions: about one for each further stream of two connections with four
 /// each. At 10 Gb/s they take 27 ms.
 pub(crate) const SAMPLES: u32 = 8;
 

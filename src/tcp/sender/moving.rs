@@ -114,9 +114,8 @@ impl SendConn {
                     // locked.
                     let copy = self.copy_of(out);
                     let left = io.finished();
-                    let sampled = self.own.spread.as_ref().zip(left.as_ref());
-                    let sampled =
-                        sampled.and_then(|(spread, left)| Some((spread, io.sample_queue(index, left.length)?)));
+                    let sampled = left.as_ref().filter(|_| self.own.one_rail);
+                    let sampled = sampled.and_then(|left| io.sample_queue(index, left.length));
                     let to_book = left.filter(|left| left.ends);
                     if left.is_some() && to_book.is_none() {
                         io.written.count();
@@ -126,9 +125,9 @@ impl SendConn {
                         return Ok(moved);
                     }
                     let mut state = self.state();
-                    if let Some((spread, queue)) = sampled {
-                        spread.sample(queue, state.core.take_rate());
-                        state.core.choose_carrier(spread.uses_one_stream());
+                    if let Some(queue) = sampled {
+                        self.net.spread.sample(queue, state.core.take_rate());
+                        state.core.choose_carrier(self.net.spread.uses_one_stream());
                     }
                     if let Some(left) = to_book {
                         if let Some((ticket, chunk, began)) = io.leaving.take() {
