@@ -19,7 +19,7 @@ import processes
 import runner
 import stats
 import table
-from networks import PREFIX, Missing, Network, Shape, Tools
+from networks import PREFIX, Missing, Network, Shape, Tools, congestion
 
 # How the hosts are joined; None: they are one.
 NETWORKS = {
@@ -61,6 +61,7 @@ def arguments(words=None):
     )
     parser.add_argument("--against", metavar="NAME,...", help="the rows to compare with; the tunings of Socket unless given")
     parser.add_argument("--rails", action="store_true", help="also Towline with TOWLINE_RAILS=all, where there are two links")
+    parser.add_argument("--congestion", metavar="NAME", help="TCP's congestion control, for this machine until the end; default: as it is")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no round begins; default %(default)s")
     parser.add_argument("--iproute-debs", metavar="DIR", help="Debian's iproute2 package and its libraries, where ip and tc are missing")
     parser.add_argument("--out", metavar="FILE", help="every sample, a line of JSON each")
@@ -153,11 +154,11 @@ def measure(options, name, deadline, keep):
     return samples, wrong, problems
 
 
-def report(name, samples, margin, against=SOCKETS):
+def report(title, samples, margin, against=SOCKETS):
     """Prints a network's table; gives the misses. The last column is the processor time by that of the same row."""
     misses = []
     best_title = "best Socket" if tuple(against) == SOCKETS else "beside"
-    print(f"\n## {name}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval | CPU |\n|---|---|---|---|---|---|---|---|")
+    print(f"\n## {title}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval | CPU |\n|---|---|---|---|---|---|---|---|")
     for (collective, count), both in samples.items():
         by = {who: {number: taken for number, (taken, _) in rounds.items()} for who, rounds in both.items()}
         cpu = {who: {number: used for number, (_, used) in rounds.items()} for who, rounds in both.items()}
@@ -173,7 +174,7 @@ def report(name, samples, margin, against=SOCKETS):
             used = "-" if work is None else f"{work.median:.2f}"
             print(f"| {collective} | {count} | {best_name} | {best:.1f} | {who}: {own:.1f} | {shown} | {used} |")
             if ratio and (ratio.median > 1.0 or ratio.high > margin):
-                misses.append(f"{name}: {collective} of {count} bytes, {who}: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+                misses.append(f"{title}: {collective} of {count} bytes, {who}: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
     return misses
 
 
@@ -184,6 +185,10 @@ def main():
     misses, problems, wrong = [], [], 0
     with contextlib.ExitStack() as files:
         file = files.enter_context(open(options.out, "w", encoding="utf-8")) if options.out else None
+        try:
+            control = files.enter_context(congestion(options.congestion))
+        except Missing as missing:
+            sys.exit(f"nccl_networks.sh: {missing}")
 
         def keep(sample):
             if file:
@@ -198,7 +203,7 @@ def main():
             except Missing as missing:
                 problems.append(f"{name}: not made here: {missing}")
                 continue
-            misses += report(name, samples, options.margin, options.against)
+            misses += report(f"{name}, {control}", samples, options.margin, options.against)
             wrong += bad
             problems += trouble
     print(f"\n{len(misses)} misses, {wrong} wrong elements, {len(problems)} problems")

@@ -5,6 +5,7 @@ A host is a namespace; a rank runs in it with `Network.command`. Nothing outside
 It must not know what runs on the networks.
 """
 
+import contextlib
 import glob
 import os
 import shutil
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 # The kernel tells of a carrier once a second.
 CARRIER_S = 1.3
+# How TCP chooses its rate: CUBIC in most kernels, and it takes packets that arrive out of order for lost ones.
+CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 
 class Missing(Exception):
@@ -92,6 +95,33 @@ UPPER = {
 PREFIX = "nic"
 
 
+@contextlib.contextmanager
+def congestion(name):
+    """Has new connections of this machine, and of the networks made on it, choose their rate by `name`; None: as it is.
+
+    Gives the name that holds.
+    """
+    with open(CONGESTION, encoding="ascii") as file:
+        before = file.read().strip()
+    if name in (None, before):
+        yield before
+        return
+    _choose_congestion(name)
+    try:
+        yield name
+    finally:
+        _choose_congestion(before)
+
+
+def _choose_congestion(name):
+    try:
+        with open(CONGESTION, "w", encoding="ascii") as file:
+            file.write(name)
+    except OSError as error:
+        with open(CONGESTION.replace("congestion_control", "available_congestion_control"), encoding="ascii") as file:
+            raise Missing(f"{name}: {error.strerror}; this kernel has {file.read().strip()}") from error
+
+
 class Network:
     """Two hosts, joined. `close` takes everything away."""
 
@@ -146,6 +176,22 @@ class Network:
             if self.shape.gbit:
                 rate = f"{self.shape.gbit:g}gbit"
                 ip("tc", "-n", host, "qdisc", "add", "dev", low, "root", "tbf", "rate", rate, "burst", "1mb", "latency", "3ms")
+            self._keep_order(host)
+        if self.shape.one_subnet:
+            self._keep_order(self.switch)
+
+    def _keep_order(self, host):
+        """Gives each flow a processor, as a network card does.
+
+        A veth delivers a packet on the processor that sent it, or that emptied the queue of a rate, so packets of one flow
+        overtake each other. Receive packet steering keeps their order.
+        """
+        mask = f"{(1 << os.cpu_count()) - 1:x}"
+        groups = ",".join(mask[max(0, at - 8) : at] for at in range(len(mask), 0, -8)[::-1])
+        script = 'for queue in /sys/class/net/*/queues/rx-*/rps_cpus; do echo "$1" > "$queue" || exit 1; done'
+        steered = subprocess.run([*self.tools.command("ip", "netns", "exec", host), "sh", "-c", script, "sh", groups], capture_output=True, check=False)
+        if steered.returncode:
+            raise Missing("this kernel cannot steer received packets (CONFIG_RPS), so a veth delivers them out of order")
 
     def command(self, host):
         """What to put before a command that is to run in a host, by its number."""

@@ -48,9 +48,9 @@ class Training:
         model = Model().cuda()
         if way == "fsdp":
             layers = ModuleWrapPolicy({nn.TransformerEncoderLayer})
-            self.model = FullyShardedDataParallel(model, auto_wrap_policy=layers, use_orig_params=True, device_id=rank)
+            self.model = FullyShardedDataParallel(model, auto_wrap_policy=layers, use_orig_params=True, device_id=torch.cuda.current_device())
         else:
-            self.model = DistributedDataParallel(model, device_ids=[rank], gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(rank)
         self.words = torch.randint(WORDS, (BATCH, LENGTH + 1), device="cuda")
@@ -88,8 +88,10 @@ def measure(training, order):
 def main():
     """Until no more orders come."""
     rank, ranks, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", f"file://{path}", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    # Ranks of different hosts may share a GPU.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", f"file://{path}", rank=rank, world_size=ranks, device_id=device)
     torch.distributed.barrier()
     print(json.dumps({"ready": True}), flush=True)
     trainings = {}

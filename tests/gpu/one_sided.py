@@ -194,7 +194,10 @@ class Cuda:
         self.lib = ctypes.CDLL("libcuda.so.1")
         device, self.context = ctypes.c_int(), ctypes.c_void_p()
         self("cuInit", 0)
-        self("cuDeviceGet", ctypes.byref(device), ordinal)
+        count = ctypes.c_int()
+        self("cuDeviceGetCount", ctypes.byref(count))
+        # The ranks are on two pretended hosts, so they may share a device.
+        self("cuDeviceGet", ctypes.byref(device), ordinal % max(count.value, 1))
         self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
         self("cuCtxSetCurrent", self.context)
 
