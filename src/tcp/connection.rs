@@ -511,7 +511,9 @@ impl<D: Direction> Connection<D> {
         let left = self.health.stream_down();
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
-            Broken::Goodbye => {}
+            // The control thread begins the checks where it polls the first stream, which may be this one. Another stream
+            // may be silent.
+            Broken::Goodbye => self.begin_watch(),
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !is_news => {}
             Broken::Lost(error) if self.recovery => D::recover(self, index, epoch, left, &error),
             Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
@@ -534,6 +536,18 @@ impl<D: Direction> Connection<D> {
     pub(super) fn call_control_thread(&self) {
         if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
             self.fail_silently(error);
+        }
+    }
+
+    /// A request was posted: the control thread polls the first stream from time to time, and begins the checks there.
+    #[inline]
+    pub(super) fn attend(&self) {
+        if self.attention.wanted() {
+            self.streams[0].kick();
+        }
+        // That stream is polled only while it is connected.
+        if !self.first_live.load(Ordering::Relaxed) {
+            self.begin_watch();
         }
     }
 

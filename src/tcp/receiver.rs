@@ -430,9 +430,7 @@ impl RecvConn {
                 self.kick_all();
             }
         }
-        if self.attention.wanted() {
-            self.streams[0].kick();
-        }
+        self.attend();
         Ok(Some(ticket))
     }
 

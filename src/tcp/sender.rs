@@ -507,9 +507,7 @@ impl SendConn {
                 self.own.stalled.store(true, Ordering::Relaxed);
             }
         }
-        if self.attention.wanted() {
-            self.streams[0].kick();
-        }
+        self.attend();
         if let (Some(message), Some(began)) = (done_as, posted_at) {
             self.events.chunk_over(
                 &self.requests,

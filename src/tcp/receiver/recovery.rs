@@ -300,6 +300,30 @@ mod tests {
         conn.close();
     }
 
+    /// The poll of the first stream begins the checks of all, and does not come while that stream is away.
+    #[test]
+    fn streams_are_checked_also_while_the_first_is_away() {
+        let net = loopback::net(Config::default());
+        let deaf = loopback::deaf();
+        let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
+        let join = |index: usize| {
+            let (ours, theirs) = loopback::sockets();
+            let registration = conn.register(index, &ours).expect("it is watched");
+            conn.add_stream(index, 0, registration, ours, Seal::Plain);
+            theirs
+        };
+        let (first, _second) = (join(0), join(1));
+        drop(first);
+        loopback::wait_until("the end is not seen", || conn.health.live() == 1);
+        loopback::wait_until("the checks do not end", || !conn.chores.is_ticking());
+        let mut buffer = [0_u8; 8];
+        // SAFETY: the buffer outlives the request, and there is no profiler.
+        let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
+        posted.expect("it lives").expect("a slot is free");
+        loopback::wait_until("nothing is checked", || conn.chores.is_ticking());
+        conn.close();
+    }
+
     /// The sender sends a goodbye on each stream. The goodbye on one stream does not excuse the end of another. The
     /// sender resends the data of that other stream, and the receive waits for it. If all messages have arrived, that
     /// stream was just being connected, and it does not reconnect.
