@@ -407,7 +407,7 @@ fn bench(criterion: &mut Criterion) {
             descr.u.netPlugin.data = (&raw mut net).cast();
         }));
     });
-    let listener = |answer, wishes| plugin::listener::new(Some(answer), 12, wishes).unwrap();
+    let listener = |answer, setting| plugin::listener::new(Some(answer), 12, setting).unwrap();
     let number = std::ptr::without_provenance_mut(64);
     for (name, listener, handle) in [
         ("transport: nccl's descriptors", listener(answer, NetEvents::Nccl), number),

@@ -23,6 +23,7 @@ sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
 import compare  # noqa: E402
 import compare_networks  # noqa: E402
 import contenders  # noqa: E402
+import networks  # noqa: E402
 import plot  # noqa: E402
 import processes  # noqa: E402
 import rank  # noqa: E402
@@ -375,7 +376,7 @@ for line in sys.stdin:
     own = os.environ["NCCL_NET"] == "Towline"
     best = os.environ.get("NCCL_SOCKET_NTHREADS") == "2"
     time = lambda size: 30.0 if own and size > 8 else 10.0 if own else 20.0 if best else 40.0
-    rows = [{"size": size, "time_us": time(size), "cpu_s": 0.5, "wrong": 0} for size in order["sizes"]]
+    rows = [{"size": size, "time_us": time(size), "cpu_s": 0.6 if own else 0.4 if best else 0.9, "wrong": 0} for size in order["sizes"]]
     print(json.dumps({"rows": rows}), flush=True)
 """
 
@@ -398,7 +399,21 @@ for line in sys.stdin:
             misses = compare_networks.report("loopback", samples, options.margin)
         self.assertEqual(len(misses), 1)
         self.assertIn("all_reduce of 131072 bytes, towline: 1.50", misses[0])
-        self.assertIn("| all_reduce | 8 | socket-2x8 | 20.0 | towline: 10.0 | 0.50 |", shown.getvalue())
+        self.assertIn("| all_reduce | 8 | socket-2x8 | 20.0 | towline: 10.0 | 0.50 | 0.50 to 0.50 | 1.50 |", shown.getvalue())
+
+    def test_the_congestion_control_is_restored(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "tcp_congestion_control")
+            with open(path, "w") as file:
+                file.write("cubic\n")
+            now = lambda: open(path).read()
+            with unittest.mock.patch.object(networks, "CONGESTION", path):
+                with networks.congestion(None) as name:
+                    self.assertEqual((name, now()), ("cubic", "cubic\n"))
+                with self.assertRaises(ZeroDivisionError), networks.congestion("bbr") as name:
+                    self.assertEqual((name, now()), ("bbr", "bbr"))
+                    1 / 0
+            self.assertEqual(now(), "cubic")
 
     def test_what_is_no_network_is_refused(self):
         with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):

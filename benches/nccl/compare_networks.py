@@ -104,6 +104,8 @@ def network(options, name):
         yield None, "lo"
         return
     with Network(Tools(options.iproute_debs), shape) as made:
+        if options.congestion not in (None, made.congestion()):
+            raise Missing(f"networks made here have {made.congestion()}; set {options.congestion} on the host of this container")
         yield [made.command(0), made.command(1)], PREFIX
 
 

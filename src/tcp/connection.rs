@@ -511,8 +511,8 @@ impl<D: Direction> Connection<D> {
         let left = self.health.stream_down();
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
-            // The control thread begins the checks where it polls the first stream, which may be this one. Another stream
-            // may be silent.
+            // The control thread begins the checks where it polls the first stream, which may be this one. Another
+            // stream may be silent.
             Broken::Goodbye => self.begin_watch(),
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !is_news => {}
             Broken::Lost(error) if self.recovery => D::recover(self, index, epoch, left, &error),

@@ -236,6 +236,8 @@ pub struct SendCore {
     carrier: Option<usize>,
     /// The rate that chunks of further streams have measured since [`SendCore::take_rate`].
     rate: Rate,
+    /// The change of the process's streams after which chunks count for it, and when this connection learned of it.
+    rate_since: Option<(u32, Instant)>,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has reported that it has everything, and has closed.
@@ -276,6 +278,7 @@ impl SendCore {
             roomy: 0,
             carrier: None,
             rate: Rate::default(),
+            rate_since: None,
             last_short: None,
             settled: false,
             round_trip: Duration::ZERO,
@@ -344,13 +347,21 @@ impl SendCore {
         if let Some(Flight { queued, length, delivered, left: Some(left), .. }) = last {
             let elapsed = elapsed(*left);
             stream.pace.took(elapsed, *queued);
-            self.rate.add(elapsed, self.delivered - delivered + u64::from(*length));
+            if self.rate_since.is_some_and(|(_, since)| *left >= since) {
+                self.rate.add(elapsed, self.delivered - delivered + u64::from(*length));
+            }
         }
     }
 
-    /// How fast the connection was since the last call.
-    pub(crate) fn take_rate(&mut self) -> Rate {
-        std::mem::take(&mut self.rate)
+    /// How fast the connection was since the last call, by chunks that left since the last of so many `changes`
+    /// ([`Spread::changes`](crate::engine::schedule::spread::Spread::changes)). None in the first call after a change.
+    pub(crate) fn take_rate(&mut self, changes: u32) -> Option<Rate> {
+        let rate = std::mem::take(&mut self.rate);
+        let first = self.rate_since.is_none_or(|(of, _)| of != changes);
+        if first {
+            self.rate_since = Some((changes, Instant::now()));
+        }
+        (!first).then_some(rate)
     }
 
     /// A chunk that has arrived. To be called, until there is none, before messages that are done are dropped.
@@ -1341,6 +1352,15 @@ mod tests {
         core.acknowledge_each();
         assert!(core.next_chunk(2).is_some());
         assert_eq!(engaged(&mut core, 4 * CHUNK), [1, 3, 4, 2]);
+    }
+
+    #[test]
+    fn a_rate_counts_only_since_the_streams_changed() {
+        let mut core = SendCore::new(true);
+        assert!(core.take_rate(0).is_none(), "it may be of any time");
+        assert!(core.take_rate(0).is_some());
+        assert!(core.take_rate(1).is_none(), "of before the change");
+        assert!(core.take_rate(1).is_some());
     }
 
     #[test]

@@ -497,8 +497,9 @@ impl SendConn {
                 self.run_held(held, 0, READ);
                 let query = self.state().core.query_at_once(key);
                 if let Some(header) = query {
-                    self.queue_control(0, header);
-                    self.run(0, WRITE);
+                    let voice = self.control_stream();
+                    self.queue_control(voice, header);
+                    self.run(voice, WRITE);
                 }
                 self.own.stalled.store(true, Ordering::Relaxed);
             }

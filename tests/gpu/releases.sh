@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the collectives over Towline and over NCCL's Socket with several releases of NCCL on two GPUs, every result verified.
+# Runs the collectives over Towline and over NCCL's Socket with several releases of NCCL, two ranks, every result verified.
 # Prints one table: release, interface versions in use, wrong elements, times. Exits 1 when an element is wrong, a run fails, or
 # NCCL did not use Towline.
 #

@@ -30,6 +30,7 @@ impl RecvConn {
         if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
             self.suspect_peer(error);
         }
+        self.begin_watch();
         self.call_control_thread();
     }
 

@@ -126,7 +126,9 @@ impl SendConn {
                     }
                     let mut state = self.state();
                     if let Some(queue) = sampled {
-                        self.net.spread.sample(queue, state.core.take_rate());
+                        if let Some(rate) = state.core.take_rate(self.net.spread.changes()) {
+                            self.net.spread.sample(queue, rate);
+                        }
                         state.core.choose_carrier(self.net.spread.uses_one_stream());
                     }
                     if let Some(left) = to_book {
