@@ -7,8 +7,8 @@
 //!
 //! `count` is for a program that counts instructions or system calls: both ends take turns in one thread, and each
 //! waits until the other has come so far that its next call finds what it needs. So a message costs the calls that it
-//! cannot do without, the same in every run: a receive, its sends, and a test that says done for each. Under `valgrind
-//! --tool=callgrind --toggle-collect='*counted*'` only these calls count.
+//! cannot do without, the same in every run: a receive, its sends, and a test that says done for each. Under
+//! `valgrind --tool=callgrind --toggle-collect='*counted*'` only these calls count.
 //!
 //! `idle` tests a receive whose messages do not come, so many times.
 //!

@@ -157,7 +157,7 @@ def measure(options, name, deadline, keep):
 
 
 def report(title, samples, margin, against=SOCKETS):
-    """Prints a network's table; gives the misses. The last column is the processor time by that of the same row."""
+    """Prints a network's table; gives the misses. The last column is the processor time by that of the row compared with."""
     misses = []
     best_title = "best Socket" if tuple(against) == SOCKETS else "beside"
     print(f"\n## {title}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval | CPU |\n|---|---|---|---|---|---|---|---|")

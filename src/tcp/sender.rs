@@ -497,9 +497,7 @@ impl SendConn {
                 self.run_held(held, 0, READ);
                 let query = self.state().core.query_at_once(key);
                 if let Some(header) = query {
-                    let voice = self.control_stream();
-                    self.queue_control(voice, header);
-                    self.run(voice, WRITE);
+                    self.send_control(&[header]);
                 }
                 self.own.stalled.store(true, Ordering::Relaxed);
             }
@@ -589,10 +587,13 @@ impl SendConn {
             }
             state.core.stalled()
         };
+        self.send_control(&headers);
+    }
+
+    /// Sends control frames to the receiver, in this thread.
+    fn send_control(&self, headers: &[Header]) {
         let voice = self.control_stream();
-        for header in headers {
-            self.queue_control(voice, header);
-        }
+        headers.iter().for_each(|header| self.queue_control(voice, *header));
         self.run(voice, WRITE);
     }
 

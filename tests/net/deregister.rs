@@ -1,6 +1,6 @@
 //! On an abort NCCL takes back its buffers and frees them with requests in flight, and only then closes the
-//! connections. After `deregMr` has returned nobody touches that memory: here it cannot be touched, so a thread that
-//! does is killed by SIGSEGV.
+//! connections. After `deregMr` has returned no thread of Towline touches that memory: here it cannot be touched, so
+//! SIGSEGV kills the process of a thread that does.
 
 use std::ptr::null_mut;
 use std::slice;

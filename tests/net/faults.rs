@@ -1,7 +1,7 @@
 //! Two hosts whose rails are cut while they talk: what must go on goes on, what cannot ends soon, and nothing is wrong.
 //!
-//! The long form of the random test, alone: `TOWLINE_FAULTS=500 cargo test --release --test net at_random --
-//! --ignored`.
+//! The long form of the random test, alone:
+//! `TOWLINE_FAULTS=500 cargo test --release --test net at_random -- --ignored`.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;

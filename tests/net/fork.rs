@@ -209,8 +209,8 @@ fn a_sender_whose_receiver_is_killed_gets_an_error_and_no_signal() {
             let mut handle = Handle::from_bytes(&child::receive(mail.path(), "handle"));
             let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
             child::receive(mail.path(), "ready");
-            // One in flight, which over RDMA a slow kernel may finish for the dead, and one that nobody has a receive
-            // for. SAFETY: the pattern is static.
+            // One in flight, which over RDMA a slow kernel may finish for the dead process, and one without a receive.
+            // SAFETY: the pattern is static.
             let [_, sent] = [(); 2].map(|()| unsafe { send.post(part(pattern(1, 16 << 20), None)) }.expect("isend"));
             assert!(send.test(&sent).expect("a test").is_none());
             victim.kill();

@@ -140,7 +140,7 @@ fn a_round_trip_that_is_too_long_is_said_clearly() {
     assert!(receiver.passed_within(LONG), "the receiver");
 }
 
-/// An MTU of 9000 at the hosts, of 1500 on the way, and nobody says so: the handshake passes, and a full packet never
+/// An MTU of 9000 at the hosts, of 1500 on the way, and no router reports it: the handshake passes, and a full packet never
 /// does ("hangs at the first big message"). Plain TCP waits for ever, or recovers after 6.6 s with tcp_mtu_probing=1.
 #[test]
 fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {

@@ -166,7 +166,7 @@ fn a_thousand_idle_connections_cost_little_and_each_is_set_up_as_quickly_as_the_
 }
 
 /// How many threads there are when that has not changed for a while: a stream's worker may begin a moment after its
-/// socket is there, and who connected it ends a moment after that.
+/// socket is there, and the thread that connected it ends a moment after that.
 fn settled_threads() -> usize {
     let (mut count, mut since) = (threads(), Instant::now());
     eventually("the number of threads settles", PATIENCE, || {

@@ -1,4 +1,4 @@
-//! A peer that hardly reads: one byte a second. Nobody else is held up by it, it costs a bounded amount of memory, it
+//! A peer that hardly reads: one byte a second. It holds up no other connection, it costs a bounded amount of memory, it
 //! is not given up (its kernel answers), and a close does not wait for it.
 
 use std::time::{Duration, Instant};

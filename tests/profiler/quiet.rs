@@ -3,7 +3,7 @@
 //!
 //! Two witnesses. `call_counter.c` is loaded before the C library and counts allocations and locks of a thread. A
 //! seccomp filter on the threads that play NCCL's lets the kernel say which system calls they make, however they make
-//! them: waiting for a lock is one. What neither sees is a lock of Rust's that nobody else has at that moment; so two
+//! them: waiting for a lock is one. Neither sees a lock of Rust's that no other thread has at that moment; so two
 //! threads and the profiler's own work at the same time, and what they would wait for shows sooner or later.
 //!
 //! The transport has locks, which its workers take too, for bookkeeping: how often NCCL's thread waited is printed, not

@@ -16,9 +16,8 @@
 //! trials must show it: a tenth on average ends a trial too ([`Losses`]). All connections of the process decide
 //! together, also those of other rails, which may share a wire: a connection with one stream gets less of a shared
 //! network than one with four. All streams also come back now and then, for two decisions, to see whether the queue is
-//! still there; a new trial follows.
-//! They come back at once when it is not. Where connections of one process use networks of different speed, the one
-//! without a queue keeps all streams for all of them.
+//! still there; a new trial follows. They come back at once when the queue is gone. Where connections of one process use
+//! networks of different speed, the one without a queue keeps all streams for all of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
