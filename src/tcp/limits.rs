@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::engine::request::{MAX_PARTS, SLOTS};
-use crate::engine::schedule::constants::{CHUNK_MAX, CHUNK_MIN, STREAM_WINDOW_FAR};
+use crate::engine::schedule::constants::{CHUNK_MAX, CHUNK_MIN, STREAM_WINDOW, STREAM_WINDOW_FAR};
 use crate::session::frame::MAX_STREAMS;
 
 /// Messages up to this many bytes travel eagerly, without waiting for the receiver. 64 KiB is the slot size of
@@ -15,19 +15,25 @@ pub(crate) const EAGER_MAX: u64 = 64 << 10;
 /// slots: what NCCL itself keeps in flight (NCCL_STEPS).
 pub(crate) const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 
-/// The same over long paths, where the sender avoids waiting for a clear-to-send or an acknowledgement: NCCL's
-/// Simple-protocol step travels eagerly, too.
+/// The same over long paths and full networks, where the sender avoids waiting for a clear-to-send or an
+/// acknowledgement: NCCL's Simple-protocol step travels eagerly, too.
 pub(crate) const EAGER_MAX_FAR: u64 = CHUNK_MAX;
 
 /// Bytes of eager messages that may be under way over a long path: 80 MB/s at a round trip of 200 ms. They take the
 /// receiver's memory only if receives are late.
 pub(crate) const EAGER_WINDOW_FAR: u64 = STREAM_WINDOW_FAR;
 
+/// The same over a full network, where one stream carries the long messages: as much as that stream may have on the way.
+pub(crate) const EAGER_WINDOW_FULL: u64 = STREAM_WINDOW;
+
 /// Whether a path with this round trip is long. On a long path [`EAGER_WINDOW`] would carry less than 5 Gbit/s. Also, a
 /// lost packet would hold up everything on the one stream that short messages use.
 pub(crate) fn is_far(round_trip: Duration) -> bool {
     round_trip >= Duration::from_micros(900)
 }
+
+// A message that was to travel eagerly over a full network must not wait for ever when the network is no longer full.
+const _: () = assert!(EAGER_MAX_FAR + MESSAGE_COST <= EAGER_WINDOW);
 
 /// The window that an eager message takes beyond its bytes, so that empty messages are bounded too.
 pub(crate) const MESSAGE_COST: u64 = 256;

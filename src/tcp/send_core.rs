@@ -1,9 +1,10 @@
 //! The sending side of the protocol, without sockets, clocks or bytes.
 //!
-//! A message is posted and becomes ready: at once when it is small and there is credit, else when the receiver's
-//! clear-to-send has arrived. The streams that have room cut it into chunks. It ends when every chunk is acknowledged.
-//! A chunk on a stream that died stays in doubt until that stream's epoch is fenced. The receiver then reports how many
-//! frames it received: these count as acknowledged, and the rest is ready again.
+//! A message is posted and becomes ready: at once when it is eager and there is credit, else when the receiver's
+//! clear-to-send has arrived. Small messages are eager. Where answers are long in coming, so are those that fit a
+//! chunk. The streams that have room cut it into chunks. It ends when every chunk is acknowledged. A chunk on a stream
+//! that died stays in doubt until that stream's epoch is fenced. The receiver then reports how many frames it received:
+//! these count as acknowledged, and the rest is ready again.
 //!
 //! Everything here refers to *ranges* of messages. The caller knows where the bytes are, under the same [`Key`].
 //!
@@ -19,7 +20,9 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use super::delivery::Arrived;
-use super::limits::{EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MESSAGE_COST, max_early};
+use super::limits::{
+    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, EAGER_WINDOW_FULL, MAX_POSTED, MESSAGE_COST, max_early,
+};
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
 use crate::engine::schedule::constants::{
@@ -211,7 +214,7 @@ pub struct SendCore {
     /// Chunks to send again.
     again: VecDeque<Flight>,
     credit_used: u64,
-    credit_limit: u64,
+    credit_returned: u64,
     /// Frames sent on the first stream, and bytes of credit used, when [`SendCore::should_read_acks`] last returned
     /// true.
     at_last_read: (u64, u64),
@@ -246,9 +249,8 @@ pub struct SendCore {
     round_trip: Duration,
     /// The path is long: no message that fits a chunk is split, and its send ends when it has left.
     far: bool,
-    /// The longest message that travels eagerly, and how many bytes of such messages may be on the way.
-    eager_max: u64,
-    eager_window: u64,
+    /// The peer accepts longer eager messages, and more of them.
+    peer_has_room: bool,
 }
 
 impl SendCore {
@@ -265,7 +267,7 @@ impl SendCore {
             long: VecDeque::new(),
             again: VecDeque::new(),
             credit_used: 0,
-            credit_limit: EAGER_WINDOW,
+            credit_returned: 0,
             at_last_read: (0, 0),
             streams: Vec::new(),
             others: 0,
@@ -283,21 +285,36 @@ impl SendCore {
             settled: false,
             round_trip: Duration::ZERO,
             far: false,
-            eager_max: EAGER_MAX,
-            eager_window: EAGER_WINDOW,
+            peer_has_room: false,
         }
     }
 
-    /// The path is long ([`is_far`](super::limits::is_far)). If the peer then accepts more eager messages
-    /// ([`FEATURE_FAR`]), the sender never waits for a round trip: neither for the receive, nor for credit, nor for
-    /// acknowledgements. To be called before anything is posted.
+    /// The path is long ([`is_far`](super::limits::is_far)), so the sender avoids waiting for a round trip: for the
+    /// receive, for credit, and for acknowledgements. To be called before anything is posted.
+    pub(crate) fn go_far(&mut self) {
+        self.far = true;
+    }
+
+    /// The peer accepts as many eager messages as over a long path ([`FEATURE_FAR`]). To be called before anything is
+    /// posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
-    pub(crate) fn go_far(&mut self, peer_has_room: bool) {
-        self.far = true;
-        if peer_has_room {
-            (self.eager_max, self.eager_window) = (EAGER_MAX_FAR, EAGER_WINDOW_FAR);
-            self.credit_limit = EAGER_WINDOW_FAR;
+    pub(crate) fn peer_has_room(&mut self) {
+        self.peer_has_room = true;
+    }
+
+    /// Whether the receiver's answers are long in coming: the path is long, or they wait in the queues of a full
+    /// network ([`Spread`](crate::engine::schedule::spread::Spread)).
+    fn answers_are_late(&self) -> bool {
+        self.far || self.carrier.is_some()
+    }
+
+    /// The longest message that travels eagerly, and how many bytes of such messages may be on the way.
+    fn eager(&self) -> (u64, u64) {
+        match self.peer_has_room {
+            true if self.far => (EAGER_MAX_FAR, EAGER_WINDOW_FAR),
+            true if self.carrier.is_some() => (EAGER_MAX_FAR, EAGER_WINDOW_FULL),
+            _ => (EAGER_MAX, EAGER_WINDOW),
         }
     }
 
@@ -444,7 +461,7 @@ impl SendCore {
             check_capacity(length, capacity, tag)?;
         }
         let short = length <= EAGER_MAX;
-        let eager = length <= self.eager_max && cleared.is_none();
+        let eager = length <= self.eager().0 && cleared.is_none();
         let key = self.messages.insert(Message {
             length,
             tag,
@@ -544,7 +561,7 @@ impl SendCore {
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
-        let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
+        let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager().1 / 4;
         let (frames_since, used_since) = (frames - self.at_last_read.0, used - self.at_last_read.1);
         let due = out && (frames_since >= POLL_EVERY || used_since >= EAGER_WINDOW / 16);
         if due {
@@ -596,7 +613,7 @@ impl SendCore {
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
         let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
         // An eager message is one frame, and a small remainder is not worth a frame of its own.
-        let whole = message.eager || self.far && message.length <= EAGER_MAX_FAR;
+        let whole = message.eager || self.answers_are_late() && message.length <= EAGER_MAX_FAR;
         let length = if whole || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
         if length == rest {
@@ -722,6 +739,8 @@ impl SendCore {
 
     #[inline]
     fn fly(&mut self, index: usize, mut flight: Flight, again: bool) -> Chunk {
+        let is_late = self.answers_are_late();
+        let credit_low = self.credit_out() > self.eager().1 / 2;
         let message = &mut self.messages[flight.key];
         if !again {
             message.assigned += u64::from(flight.length);
@@ -741,9 +760,9 @@ impl SendCore {
         // worker's stream that delays no other message, and it empties the stream before the next message comes, which
         // then finds the worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
-        // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
+        // Where an acknowledgement is long in coming, a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
-        let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
+        let kept = index == 0 && message.length <= most || is_late && is_whole && message.length <= EAGER_MAX_FAR;
         let copied = self.recovery && !again && kept;
         // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all chunks of a
         // split message. Three other cases request a prompt acknowledgement. One is a resend, whose request may wait
@@ -757,7 +776,6 @@ impl SendCore {
         stream.unrequested += u64::from(flight.length);
         let much = self.recovery && stream.unrequested >= ACK_BYTES;
         let window_low = stream.bytes >= stream.window.bytes() / 2;
-        let credit_low = self.credit_limit.saturating_sub(self.credit_used) < self.eager_window / 2;
         if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
             stream.unrequested = 0;
@@ -836,7 +854,7 @@ impl SendCore {
         if credit > self.credit_used {
             return Err(Error::remote("the peer returned more credit than it was owed"));
         }
-        self.credit_limit = self.credit_limit.max(credit + self.eager_window);
+        self.credit_returned = self.credit_returned.max(credit);
         while let Some(&key) = self.no_credit.front() {
             if !self.take_credit(self.messages[key].length) {
                 break;
@@ -1031,7 +1049,7 @@ impl SendCore {
     /// Bytes of credit that were used and not returned.
     #[inline]
     pub(super) fn credit_out(&self) -> u64 {
-        self.credit_used + self.eager_window - self.credit_limit
+        self.credit_used - self.credit_returned
     }
 
     /// The epoch of stream `index`.
@@ -1042,7 +1060,7 @@ impl SendCore {
     #[inline]
     fn take_credit(&mut self, length: u64) -> bool {
         let cost = length + MESSAGE_COST;
-        if self.credit_used + cost > self.credit_limit {
+        if self.credit_out() + cost > self.eager().1 {
             return false;
         }
         self.credit_used += cost;
@@ -1118,7 +1136,10 @@ mod tests {
     fn far(peer_has_room: bool) -> SendCore {
         let mut core = SendCore::new(true);
         core.set_round_trip(Duration::from_millis(50));
-        core.go_far(peer_has_room);
+        core.go_far();
+        if peer_has_room {
+            core.peer_has_room();
+        }
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         core
     }
@@ -1152,6 +1173,38 @@ mod tests {
         core.acknowledge(1, 1, EAGER_MAX_FAR + MESSAGE_COST, &mut Vec::new()).unwrap();
         assert_eq!(core.no_credit.len(), 0);
         assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was acknowledged, and the first, which has room");
+    }
+
+    /// At 10 Gb/s a clear-to-send waits for a millisecond behind the data of the other direction.
+    #[test]
+    fn over_a_full_network_what_fits_a_chunk_waits_for_no_receive_while_one_stream_carries_it() {
+        const LENGTH: u64 = 128 << 10;
+        let mut core = SendCore::new(true);
+        core.peer_has_room();
+        (0..3).for_each(|stream| core.stream_up(stream, 0));
+        assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "the network is not full yet");
+        core.choose_carrier(true);
+        assert_eq!(core.post(LENGTH, 0, true).unwrap().1, Admit::Striped);
+        let chunk = core.next_chunk(1).expect("it carries all");
+        core.written(1);
+        assert!(chunk.copied && u64::from(chunk.length) == LENGTH && chunk.header.flags & EAGER != 0);
+        while core.post(LENGTH, 0, true).unwrap().1 == Admit::Striped {}
+        assert!((EAGER_WINDOW_FULL - LENGTH..=EAGER_WINDOW_FULL).contains(&core.credit_out()));
+        while core.next_chunk(1).is_some() {
+            core.written(1);
+        }
+
+        core.choose_carrier(false);
+        assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "all streams carry again");
+        core.post(8, 0, false).unwrap();
+        let (used, mut frames) = (core.credit_used, 0);
+        let mut give_back = |core: &mut SendCore, out: u64| {
+            frames += 1;
+            core.acknowledge(1, frames, used - out, &mut Vec::new()).unwrap();
+            core.no_credit.len()
+        };
+        assert_eq!(give_back(&mut core, EAGER_WINDOW), 2, "more is out than is allowed now");
+        assert_eq!(give_back(&mut core, 0), 0, "the message that the larger window admitted, and the short one");
     }
 
     #[test]

@@ -21,13 +21,13 @@ const MS: Duration = Duration::from_millis(1);
 /// All rails in one device.
 const RAILS: [(&str, &str); 2] = [("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "rail")];
 
-fn connect() -> SendComm {
+pub(crate) fn connect() -> SendComm {
     let context = context(ApiVersion::V12);
     let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
     context.connect_within(0, &mut handle, PATIENCE).expect("connect")
 }
 
-fn accept() -> RecvComm {
+pub(crate) fn accept() -> RecvComm {
     let context = context(ApiVersion::V12);
     let (listener, handle) = context.listen(0).expect("listen");
     child::send(&child::mailbox(), "handle", handle.bytes());

@@ -1,13 +1,14 @@
 //! How a connection's streams share its long messages where the network is the limit.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::faults::{Ends, receive_stream, send_stream};
+use crate::faults::{Ends, accept, connect, receive_stream, send_stream};
 use crate::support::faults::Network;
 use crate::support::netns::{Namespace, available};
-use crate::support::{child, eventually, watchdog};
+use crate::support::{PATIENCE, child, eventually, part, pattern, watchdog};
+use towline::host::{Memory, Part};
 
 /// The bytes that each TCP socket of a host has sent, by its addresses.
 fn sent(host: &Namespace) -> HashMap<String, u64> {
@@ -45,4 +46,81 @@ fn on_a_full_network_one_further_stream_carries_the_long_messages() {
     });
     child::send(ends.mail.path(), "stop", b"");
     ends.pass();
+}
+
+/// As one step of NCCL's `sendrecv`.
+const STEP: usize = 128 << 10;
+const AHEAD: usize = 8;
+
+/// Sends messages of [`STEP`], then one whose receive is not posted yet, until such a one has left.
+fn sends_ahead_of_a_receive() {
+    let (send, mail) = (connect(), child::mailbox());
+    // SAFETY: the pattern is static.
+    let post = |number, size| unsafe { send.post(part(&pattern(number, STEP)[..size], None)) }.expect("isend");
+    for round in 0.. {
+        let (mut flying, mut number) = (VecDeque::new(), 0);
+        let until = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < until {
+            if flying.len() == AHEAD {
+                send.wait(&flying.pop_front().expect("eight fly"), PATIENCE).expect("the send ends");
+            }
+            flying.push_back(post(number, STEP));
+            number += 1;
+        }
+        // An empty message for each receive that is posted.
+        flying.extend((0..AHEAD).map(|_| post(0, 0)));
+        flying.iter().for_each(|it| send.wait(it, PATIENCE).map(drop).expect("the send ends"));
+        let early = post(round, STEP);
+        let left = send.wait(&early, Duration::from_secs(1)).is_ok();
+        child::send(&mail, &format!("round {round}"), &[u8::from(left)]);
+        if left {
+            break;
+        }
+        send.wait(&early, PATIENCE).expect("the send ends");
+    }
+    send.close().expect("close");
+}
+
+fn receives_late() {
+    let (recv, mail) = (accept(), child::mailbox());
+    let memory: Vec<Memory> = (0..AHEAD).map(|_| Memory::new(STEP)).collect();
+    // SAFETY: the memory outlives the connection.
+    let post = |at: usize| unsafe { recv.post(&[Part::all(&memory[at % AHEAD], None)]) }.expect("irecv");
+    let check = |at: usize, number: usize| {
+        assert!(memory[at % AHEAD].bytes() == &pattern(number, STEP)[..], "message {number} is wrong");
+    };
+    for round in 0.. {
+        let mut flying: VecDeque<_> = (0..AHEAD).map(post).collect();
+        let mut number = 0;
+        while let Some(receive) = flying.pop_front() {
+            if recv.wait(&receive, PATIENCE).expect("the receive ends")[0] > 0 {
+                check(number, number);
+                flying.push_back(post(number));
+                number += 1;
+            }
+        }
+        let left = child::receive(&mail, &format!("round {round}"))[0] == 1;
+        recv.wait(&post(0), PATIENCE).expect("the receive ends");
+        check(0, round);
+        if left {
+            break;
+        }
+    }
+    recv.close().expect("close");
+}
+
+#[test]
+fn on_a_full_network_a_message_leaves_before_its_receive_is_posted() {
+    const NAME: &str = "spread::on_a_full_network_a_message_leaves_before_its_receive_is_posted";
+    let _watchdog = watchdog(90);
+    match child::role().as_deref() {
+        Some("sender") => return sends_ahead_of_a_receive(),
+        Some("receiver") => return receives_late(),
+        _ => {}
+    }
+    if !available() {
+        return;
+    }
+    let network = Network::new(1, 400);
+    Ends::start(NAME, &network.hosts, &[("TOWLINE_STREAMS", "5")]).pass();
 }

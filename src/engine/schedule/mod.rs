@@ -26,7 +26,8 @@
 //! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent over the first
 //! stream, by NCCL's thread. A connection with a single stream carries everything on it, by NCCL's thread. Over a long
 //! path (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several
-//! rails each rail takes part, as far as there are chunks.
+//! rails each rail takes part, as far as there are chunks. Over a long path, and over a full network, messages up to
+//! [`constants::CHUNK_MAX`] wait for no clear-to-send.
 //!
 //! # States of a stream
 //!

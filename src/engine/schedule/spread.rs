@@ -7,6 +7,10 @@
 //! for so long a way: the wire carried 8.4 Gb/s, and carries 9.5 with one stream. What that stream may not send yet
 //! waits in its socket, not in the network.
 //!
+//! With CUBIC one stream fills the queue, too. So messages up to [`CHUNK_MAX`](super::constants::CHUNK_MAX) wait for no
+//! clear-to-send while one stream carries them, and their sends end when they have left (`tcp::send_core`). The same
+//! wire then carries 9.5 Gb/s with either congestion control.
+//!
 //! A full network shows in the kernel's round trip: it is longer than the shortest one by the time in the queue
 //! ([`FULL_NETWORK_DELAY`]).
 //!

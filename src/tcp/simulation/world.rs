@@ -100,8 +100,8 @@ pub(super) struct World {
     seen: Vec<Header>,
     pub(super) repeats_taken: u64,
     pub(super) ledger: Ledger,
-    /// The path is a long one.
-    far: bool,
+    /// The receiver accepts as many eager messages as over a long path.
+    has_room: bool,
 }
 
 impl World {
@@ -109,12 +109,12 @@ impl World {
         let mut dice = Dice::of(seed);
         let ledger = Ledger::plan(&mut dice);
         let streams = 1 + dice.roll(4) as usize;
-        let far = seed % 4 >= 2;
+        let (far, has_room) = (seed % 4 >= 2, seed % 4 >= 1);
         let outage = if mischief == Mischief::Outage { 1 + dice.roll(300)..2000 + dice.roll(4000) } else { 0..0 };
         let mut world = Self {
             mischief,
             sender: SendCore::new(true),
-            receiver: RecvCore::new(far),
+            receiver: RecvCore::new(has_room),
             wires: (0..streams).map(|_| Wire::default()).collect(),
             outbox: Vec::new(),
             stages: HashMap::new(),
@@ -128,10 +128,13 @@ impl World {
             repeats_taken: 0,
             ledger,
             dice,
-            far,
+            has_room,
         };
+        if has_room {
+            world.sender.peer_has_room();
+        }
         if far {
-            world.sender.go_far(true);
+            world.sender.go_far();
         }
         // The handshake of the connection makes the first stream in epoch 0; all others join.
         world.sender.stream_up(0, 0);
@@ -663,7 +666,7 @@ impl World {
 
     pub(super) fn check_bounded(&self) {
         use crate::tcp::limits::{EAGER_WINDOW, EAGER_WINDOW_FAR, max_early};
-        let window = if self.far { EAGER_WINDOW_FAR } else { EAGER_WINDOW };
+        let window = if self.has_room { EAGER_WINDOW_FAR } else { EAGER_WINDOW };
         assert!(self.receiver.staged_bytes() <= window);
         assert!(self.receiver.early() <= max_early(window));
     }
