@@ -61,6 +61,7 @@ def arguments(words=None):
     )
     parser.add_argument("--against", metavar="NAME,...", help="the rows to compare with; the tunings of Socket unless given")
     parser.add_argument("--rails", action="store_true", help="also Towline with TOWLINE_RAILS=all, where there are two links")
+    parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks of each host, which share its interfaces; default %(default)s")
     parser.add_argument("--congestion", metavar="NAME", help="TCP's congestion control, for this machine until the end; default: as it is")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no round begins; default %(default)s")
     parser.add_argument("--iproute-debs", metavar="DIR", help="Debian's iproute2 package and its libraries, where ip and tc are missing")
@@ -128,8 +129,11 @@ def measure(options, name, deadline, keep):
     with network(options, name) as (wraps, interfaces), contextlib.ExitStack() as groups:
         started = {}
         common = {"NCCL_SOCKET_IFNAME": interfaces}
+        ranks = 2 * options.per_host
+        wraps = wraps and [wrap for wrap in wraps for _ in range(options.per_host)]
         for row in rows(options, NETWORKS[name]):
-            group = processes.Group(2, 2, row.environment(common, options.nccl), 120, script=script, wraps=wraps)
+            # Each rank is on a host of its own for NCCL, so that ranks can share a GPU.
+            group = processes.Group(ranks, ranks, row.environment(common, options.nccl), 120, script=script, wraps=wraps)
             groups.callback(group.end)
             if group.problem:
                 problems.append(f"{name}, {row.name}: {group.problem}\n{group.said()}")
@@ -162,8 +166,7 @@ def report(title, samples, margin, against=SOCKETS):
     best_title = "best Socket" if tuple(against) == SOCKETS else "beside"
     print(f"\n## {title}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval | CPU |\n|---|---|---|---|---|---|---|---|")
     for (collective, count), both in samples.items():
-        by = {who: {number: taken for number, (taken, _) in rounds.items()} for who, rounds in both.items()}
-        cpu = {who: {number: used for number, (_, used) in rounds.items()} for who, rounds in both.items()}
+        by, cpu = ({who: {number: pair[which] for number, pair in rounds.items()} for who, rounds in both.items()} for which in (0, 1))
         sockets = [(stats.median_interval(list(by[who].values())).median, who) for who in against if who in by]
         for who in sorted(by.keys() - set(against)):
             if not sockets:
@@ -194,7 +197,7 @@ def main():
 
         def keep(sample):
             if file:
-                print(json.dumps(sample), file=file, flush=True)
+                print(json.dumps({**sample, "congestion": control}), file=file, flush=True)
 
         for name in options.networks:
             if time.monotonic() > deadline:
