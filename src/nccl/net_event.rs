@@ -100,6 +100,7 @@ pub struct NetEvent {
     /// a stream whose window was full or behind parts before them, is not reported.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
+    /// A send that ends when its bytes were copied: to the last one that the kernel took.
     pub wire_ns: u64,
     /// The work request's number.
     pub wr_id: u64,

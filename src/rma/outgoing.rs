@@ -83,7 +83,8 @@ impl Outgoing {
     }
 
     /// When a part of a message was last sent. A part that the connection has only accepted proves nothing about the
-    /// other rank.
+    /// other rank. Over a long path or a full network a part may end when the kernel has taken it, up to 2 MiB of them,
+    /// or 16 MiB over a long path, so a silent rank is found that much later.
     pub(crate) fn sent(&self) -> Option<Instant> {
         self.sent
     }

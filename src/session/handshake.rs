@@ -42,7 +42,7 @@ pub(crate) const FEATURE_ENCRYPTION: u32 = 4;
 /// Feature bit: another backend takes the socket over after the handshake.
 pub(crate) const FEATURE_BARE: u32 = 8;
 
-/// Feature bit: over a long path, messages of up to 512 KiB may arrive early, 16 MiB of them in all.
+/// Feature bit: messages of up to 512 KiB may arrive early, 16 MiB of them in all.
 pub(crate) const FEATURE_FAR: u32 = 16;
 
 /// Bytes of a preamble.

@@ -3,12 +3,12 @@
 //!
 //! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go
 //! with every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or
-//! given back ([`Own`]). The others, and those for early messages that are as long, come in four sizes from a store of
+//! given back ([`Own`]). The others, and those for early messages that are as long, come in six sizes from a store of
 //! the process ([`Copies`]). Allocators would give blocks this large back to the system and fault them in again.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::limits::{COPY_FIRST_MAX, EAGER_MAX};
+use super::limits::{COPY_FIRST_MAX, EAGER_MAX, EAGER_MAX_FAR};
 use crate::engine::schedule::constants::INLINE_MAX;
 use crate::session::frame::HEADER;
 
@@ -21,13 +21,19 @@ const OWN: [usize; 2] = [64 + HEADER, COPY_FIRST_MAX as usize + HEADER];
 const OWN_SPARE: [usize; 2] = [256, 32];
 
 /// The sizes of stored buffers in bytes.
-const CLASSES: [usize; 4] =
-    [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, EAGER_MAX as usize + HEADER];
+const CLASSES: [usize; 6] = [
+    (4 << 10) + HEADER,
+    (16 << 10) + HEADER,
+    INLINE_MAX as usize + HEADER,
+    EAGER_MAX as usize + HEADER,
+    (128 << 10) + HEADER,
+    EAGER_MAX_FAR as usize + HEADER,
+];
 
 /// How many buffers of each size the process has from its first connection on, less than 1 MiB in all. One connection
 /// needs about that many between two acknowledgements, with some on the way. The process allocates and touches them in
 /// advance. Otherwise, getting the memory from the system makes the first fifty all-reduces of 8 KiB a tenth slower.
-const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0];
+const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0, 0, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
 #[derive(Debug, Default)]
@@ -212,7 +218,7 @@ mod tests {
             copies.give_back(buffer);
             address
         };
-        for length in [961, 8 << 10, 64 << 10] {
+        for length in [961, 8 << 10, 64 << 10, 128 << 10, 512 << 10] {
             assert_eq!(staged(length), staged(length / 2 + 512));
         }
         assert_eq!(staged(960).1, 960);

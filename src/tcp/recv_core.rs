@@ -1,7 +1,7 @@
 //! The receiving side of the protocol, without sockets, clocks or bytes.
 //!
 //! Receives are posted per tag and numbered; a frame carries its receive's number, so matching does not depend on the
-//! order in which streams deliver. A short message that arrives before its receive is staged; a long one arrives only
+//! order in which streams deliver. An eager message that arrives before its receive is staged; any other arrives only
 //! after the receive was announced by a clear-to-send.
 //!
 //! Every frame that arrives is checked against the posted receives before a byte is placed: the peer has proved that it
@@ -180,7 +180,7 @@ pub struct RecvCore {
     reported: u64,
     /// Receives that the peer has referred to and that are not posted.
     early: u64,
-    /// The sender may treat the path as a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
+    /// The sender may send as much eagerly as over a long path ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
     far: bool,
 }
 

@@ -9,8 +9,9 @@
 //! Everything here refers to *ranges* of messages. The caller knows where the bytes are, under the same [`Key`].
 //!
 //! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it. It is handed out
-//! again only after a fence which shows that it did not arrive. Chunk boundaries are multiples of 128 bytes. A message
-//! that waits for its receive never holds up another tag, nor small messages behind it.
+//! again only after a fence which shows that it did not arrive. Chunk boundaries are multiples of 128 bytes. A long
+//! message that waits for its receive or for credit never holds up small messages behind it, and one that waits for its
+//! receive no other tag.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -44,9 +45,9 @@ pub enum Admit {
     Ready,
     /// The other streams can take it now, or the first if it is alone.
     Striped,
-    /// It is long and the receive is not posted yet.
+    /// It is not eager, and the receive is not posted yet.
     AwaitsReceiver,
-    /// It is short, but the receiver's staging window is full.
+    /// It is eager, but the receiver's staging window is full.
     AwaitsCredit,
 }
 
@@ -207,6 +208,8 @@ pub struct SendCore {
     waiting: HashMap<(i32, u64), Key>,
     /// Eager messages that wait for credit, in posting order.
     no_credit: VecDeque<Key>,
+    /// The same for those that are longer than [`EAGER_MAX`]: short messages pass them.
+    long_no_credit: VecDeque<Key>,
     /// Short messages that are ready.
     short: VecDeque<Key>,
     /// Long messages that are ready; the front one is being cut.
@@ -263,6 +266,7 @@ impl SendCore {
             cleared: HashMap::new(),
             waiting: HashMap::new(),
             no_credit: VecDeque::new(),
+            long_no_credit: VecDeque::new(),
             short: VecDeque::new(),
             long: VecDeque::new(),
             again: VecDeque::new(),
@@ -309,13 +313,23 @@ impl SendCore {
         self.far || self.carrier.is_some()
     }
 
-    /// The longest message that travels eagerly, and how many bytes of such messages may be on the way.
-    fn eager(&self) -> (u64, u64) {
+    /// The longest message that travels eagerly.
+    fn eager_max(&self) -> u64 {
+        if self.peer_has_room && self.answers_are_late() { EAGER_MAX_FAR } else { EAGER_MAX }
+    }
+
+    /// How many bytes of eager messages may be on the way.
+    fn eager_window(&self) -> u64 {
         match self.peer_has_room {
-            true if self.far => (EAGER_MAX_FAR, EAGER_WINDOW_FAR),
-            true if self.carrier.is_some() => (EAGER_MAX_FAR, EAGER_WINDOW_FULL),
-            _ => (EAGER_MAX, EAGER_WINDOW),
+            true if self.far => EAGER_WINDOW_FAR,
+            true => EAGER_WINDOW_FULL,
+            false => EAGER_WINDOW,
         }
+    }
+
+    /// How many are expected to be.
+    fn usual_credit(&self) -> u64 {
+        if self.answers_are_late() { self.eager_window() } else { EAGER_WINDOW }
     }
 
     /// Sets how far away the receiver is. The windows of streams that are connected from now on depend on it.
@@ -461,7 +475,7 @@ impl SendCore {
             check_capacity(length, capacity, tag)?;
         }
         let short = length <= EAGER_MAX;
-        let eager = length <= self.eager().0 && cleared.is_none();
+        let eager = length <= self.eager_max() && cleared.is_none();
         let key = self.messages.insert(Message {
             length,
             tag,
@@ -487,8 +501,9 @@ impl SendCore {
                 Admit::Striped
             }
         } else if eager {
-            if !(self.no_credit.is_empty() && self.take_credit(length)) {
-                self.no_credit.push_back(key);
+            let queue = if short { &self.no_credit } else { &self.long_no_credit };
+            if !(queue.is_empty() && self.take_credit(length)) {
+                if short { &mut self.no_credit } else { &mut self.long_no_credit }.push_back(key);
                 Admit::AwaitsCredit
             } else if !short || hand_over && self.others > 0 {
                 self.long.push_back(key);
@@ -515,13 +530,13 @@ impl SendCore {
 
     /// Whether a message waits for its receive or for credit.
     pub(crate) fn is_stalled(&self) -> bool {
-        !(self.waiting.is_empty() && self.no_credit.is_empty())
+        !(self.waiting.is_empty() && self.no_credit.is_empty() && self.long_no_credit.is_empty())
     }
 
     /// The queries to send the receiver: messages that wait for their receive or for credit. The answer to both is a
     /// clear-to-send, or the report that the receive is too small.
     pub fn stalled(&self) -> Vec<Header> {
-        let keys = self.waiting.values().chain(&self.no_credit);
+        let keys = self.waiting.values().chain(&self.no_credit).chain(&self.long_no_credit);
         keys.map(|key| {
             let Message { tag, order, length, .. } = self.messages[*key];
             Header { tag, order, total: length, ..Header::of(Type::Query, 0) }
@@ -542,7 +557,7 @@ impl SendCore {
         done.extend(self.messages.iter().map(|(key, _)| key));
         self.messages.clear();
         self.waiting.clear();
-        for queue in [&mut self.no_credit, &mut self.short, &mut self.long] {
+        for queue in [&mut self.no_credit, &mut self.long_no_credit, &mut self.short, &mut self.long] {
             queue.clear();
         }
         self.again.clear();
@@ -561,7 +576,7 @@ impl SendCore {
     pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
-        let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager().1 / 4;
+        let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.usual_credit() / 4;
         let (frames_since, used_since) = (frames - self.at_last_read.0, used - self.at_last_read.1);
         let due = out && (frames_since >= POLL_EVERY || used_since >= EAGER_WINDOW / 16);
         if due {
@@ -739,8 +754,9 @@ impl SendCore {
 
     #[inline]
     fn fly(&mut self, index: usize, mut flight: Flight, again: bool) -> Chunk {
-        let is_late = self.answers_are_late();
-        let credit_low = self.credit_out() > self.eager().1 / 2;
+        // A worker has time for it, NCCL's thread only over a long path.
+        let is_late = self.far || self.carrier == Some(index);
+        let credit_low = self.credit_out() > self.usual_credit() / 2;
         let message = &mut self.messages[flight.key];
         if !again {
             message.assigned += u64::from(flight.length);
@@ -761,8 +777,8 @@ impl SendCore {
         // then finds the worker awake.
         let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Where an acknowledgement is long in coming, a copy is cheap beside it.
-        let is_whole = u64::from(flight.length) == message.length;
-        let kept = index == 0 && message.length <= most || is_late && is_whole && message.length <= EAGER_MAX_FAR;
+        let is_whole = u64::from(flight.length) == message.length && message.length <= EAGER_MAX_FAR;
+        let kept = index == 0 && message.length <= most || is_late && is_whole;
         let copied = self.recovery && !again && kept;
         // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all chunks of a
         // split message. Three other cases request a prompt acknowledgement. One is a resend, whose request may wait
@@ -855,19 +871,30 @@ impl SendCore {
             return Err(Error::remote("the peer returned more credit than it was owed"));
         }
         self.credit_returned = self.credit_returned.max(credit);
-        while let Some(&key) = self.no_credit.front() {
-            if !self.take_credit(self.messages[key].length) {
-                break;
-            }
+        self.spend_credit();
+        Ok(())
+    }
+
+    /// Messages for which there is credit wait no more.
+    fn spend_credit(&mut self) {
+        while let Some(&key) = self.no_credit.front()
+            && self.take_credit(self.messages[key].length)
+        {
             self.no_credit.pop_front();
             self.is_ready(key);
         }
-        Ok(())
+        while let Some(&key) = self.long_no_credit.front()
+            && self.take_credit(self.messages[key].length)
+        {
+            self.long_no_credit.pop_front();
+            self.is_ready(key);
+        }
     }
 
     /// A message that waited for credit waits no more.
     fn is_ready(&mut self, key: Key) {
         if self.messages[key].length <= EAGER_MAX {
+            self.roomy |= 1;
             return self.short.push_back(key);
         }
         self.long.push_back(key);
@@ -954,11 +981,13 @@ impl SendCore {
             return Ok(Some(key));
         }
         let of_order = |key: &Key| (self.messages[*key].tag, self.messages[*key].order) == (tag, order);
-        if let Some(key) = self.no_credit.iter().position(of_order).and_then(|at| self.no_credit.remove(at)) {
-            // Its receive is posted: it needs no credit.
+        let take = |queue: &mut VecDeque<Key>| queue.remove(queue.iter().position(of_order)?);
+        if let Some(key) = take(&mut self.no_credit).or_else(|| take(&mut self.long_no_credit)) {
+            // Its receive is posted: it needs no credit, and those behind it may have been short of less.
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.messages[key].eager = false;
             self.is_ready(key);
+            self.spend_credit();
             return Ok(Some(key));
         }
         let next = self.tags.peek(tag);
@@ -1038,7 +1067,7 @@ impl SendCore {
              frames handed out/written/acknowledged per stream: {}",
             self.messages.len(),
             self.waiting.len(),
-            self.no_credit.len(),
+            self.no_credit.len() + self.long_no_credit.len(),
             self.short.len(),
             self.long.len(),
             self.again.len(),
@@ -1060,7 +1089,8 @@ impl SendCore {
     #[inline]
     fn take_credit(&mut self, length: u64) -> bool {
         let cost = length + MESSAGE_COST;
-        if self.credit_out() + cost > self.eager().1 {
+        let most = self.eager_window() - if length > EAGER_MAX { EAGER_WINDOW } else { 0 };
+        if self.credit_out() + cost > most {
             return false;
         }
         self.credit_used += cost;
@@ -1162,7 +1192,11 @@ mod tests {
         while core.post(EAGER_MAX_FAR, 0, true).unwrap().1 == Admit::Striped {
             posted += 1;
         }
-        assert_eq!(posted, EAGER_WINDOW_FAR / (EAGER_MAX_FAR + MESSAGE_COST));
+        assert_eq!(
+            posted,
+            (EAGER_WINDOW_FAR - EAGER_WINDOW) / (EAGER_MAX_FAR + MESSAGE_COST),
+            "the rest is for short ones"
+        );
         while core.next_chunk(1).is_some() {
             core.written(1);
         }
@@ -1171,7 +1205,7 @@ mod tests {
         }
         core.take_roomy();
         core.acknowledge(1, 1, EAGER_MAX_FAR + MESSAGE_COST, &mut Vec::new()).unwrap();
-        assert_eq!(core.no_credit.len(), 0);
+        assert_eq!(core.long_no_credit.len(), 0);
         assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was acknowledged, and the first, which has room");
     }
 
@@ -1189,22 +1223,48 @@ mod tests {
         core.written(1);
         assert!(chunk.copied && u64::from(chunk.length) == LENGTH && chunk.header.flags & EAGER != 0);
         while core.post(LENGTH, 0, true).unwrap().1 == Admit::Striped {}
-        assert!((EAGER_WINDOW_FULL - LENGTH..=EAGER_WINDOW_FULL).contains(&core.credit_out()));
+        assert!((STREAM_WINDOW - LENGTH..=STREAM_WINDOW).contains(&core.credit_out()));
         while core.next_chunk(1).is_some() {
             core.written(1);
         }
 
         core.choose_carrier(false);
         assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "all streams carry again");
-        core.post(8, 0, false).unwrap();
-        let (used, mut frames) = (core.credit_used, 0);
-        let mut give_back = |core: &mut SendCore, out: u64| {
-            frames += 1;
-            core.acknowledge(1, frames, used - out, &mut Vec::new()).unwrap();
-            core.no_credit.len()
+        let give_back = |core: &mut SendCore, frames, credit| {
+            core.acknowledge(1, frames, credit, &mut Vec::new()).unwrap();
+            core.long_no_credit.len()
         };
-        assert_eq!(give_back(&mut core, EAGER_WINDOW), 2, "more is out than is allowed now");
-        assert_eq!(give_back(&mut core, 0), 0, "the message that the larger window admitted, and the short one");
+        assert_eq!(give_back(&mut core, 1, 1), 1);
+        assert_eq!(give_back(&mut core, 2, LENGTH + MESSAGE_COST), 0, "it still is eager");
+    }
+
+    #[test]
+    fn a_long_message_without_credit_holds_up_no_short_one() {
+        let mut core = SendCore::new(true);
+        core.peer_has_room();
+        (0..3).for_each(|stream| core.stream_up(stream, 0));
+        core.choose_carrier(true);
+        let post = |core: &mut SendCore, length, tag| core.post(length, tag, false).unwrap().1;
+        while post(&mut core, 128 << 10, 1) == Admit::Striped {}
+        assert_eq!(post(&mut core, 8, 2), Admit::Ready, "another tag, whose receive may be posted");
+        assert_eq!(post(&mut core, 8, 1), Admit::Ready);
+        core.choose_carrier(false);
+        while post(&mut core, EAGER_MAX, 2) == Admit::Ready {}
+        assert!((EAGER_WINDOW_FULL - EAGER_MAX..=EAGER_WINDOW_FULL).contains(&(core.credit_out() + MESSAGE_COST)));
+    }
+
+    #[test]
+    fn a_message_whose_receive_is_announced_leaves_its_turn_to_the_next() {
+        let mut core = SendCore::new(true);
+        core.stream_up(0, 0);
+        let mut posted = 0;
+        while core.post(EAGER_MAX - 8192, 0, false).unwrap().1 == Admit::Ready {
+            posted += 1;
+        }
+        assert_eq!(core.post(8, 0, false).unwrap().1, Admit::AwaitsCredit, "behind the other, though there is credit");
+        core.take_roomy();
+        assert!(core.clear_to_send(0, posted, EAGER_MAX).unwrap().is_some());
+        assert!(core.no_credit.is_empty() && core.take_roomy() & 1 == 1, "both can leave");
     }
 
     #[test]

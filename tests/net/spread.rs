@@ -87,7 +87,7 @@ fn receives_late() {
     // SAFETY: the memory outlives the connection.
     let post = |at: usize| unsafe { recv.post(&[Part::all(&memory[at % AHEAD], None)]) }.expect("irecv");
     let check = |at: usize, number: usize| {
-        assert!(memory[at % AHEAD].bytes() == &pattern(number, STEP)[..], "message {number} is wrong");
+        assert!(memory[at % AHEAD].bytes() == pattern(number, STEP), "message {number} is wrong");
     };
     for round in 0.. {
         let mut flying: VecDeque<_> = (0..AHEAD).map(post).collect();

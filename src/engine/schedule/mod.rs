@@ -27,7 +27,7 @@
 //! stream, by NCCL's thread. A connection with a single stream carries everything on it, by NCCL's thread. Over a long
 //! path (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several
 //! rails each rail takes part, as far as there are chunks. Over a long path, and over a full network, messages up to
-//! [`constants::CHUNK_MAX`] wait for no clear-to-send.
+//! [`constants::CHUNK_MAX`] wait for no clear-to-send, if the peer has room for them (`tcp::limits`).
 //!
 //! # States of a stream
 //!

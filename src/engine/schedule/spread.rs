@@ -8,7 +8,7 @@
 //! waits in its socket, not in the network.
 //!
 //! With CUBIC one stream fills the queue, too. So messages up to [`CHUNK_MAX`](super::constants::CHUNK_MAX) wait for no
-//! clear-to-send while one stream carries them, and their sends end when they have left (`tcp::send_core`). The same
+//! clear-to-send while one stream carries them, if the peer has room, and their sends end when they have left. The same
 //! wire then carries 9.5 Gb/s with either congestion control.
 //!
 //! A full network shows in the kernel's round trip: it is longer than the shortest one by the time in the queue

@@ -209,11 +209,12 @@ impl Ledger {
 }
 
 fn any_length(dice: &mut Dice) -> u64 {
-    match dice.roll(6) {
+    match dice.roll(8) {
         0 => 0,
         1 => dice.roll(200),
         2 => dice.roll(65_537),
         3 => 65_536 + dice.roll(3),
+        4 | 5 => 65_537 + dice.roll(448 << 10),
         _ => dice.roll(3 << 20),
     }
 }

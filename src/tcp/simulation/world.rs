@@ -100,6 +100,8 @@ pub(super) struct World {
     seen: Vec<Header>,
     pub(super) repeats_taken: u64,
     pub(super) ledger: Ledger,
+    /// The path is a long one.
+    far: bool,
     /// The receiver accepts as many eager messages as over a long path.
     has_room: bool,
 }
@@ -128,6 +130,7 @@ impl World {
             repeats_taken: 0,
             ledger,
             dice,
+            far,
             has_room,
         };
         if has_room {
@@ -665,9 +668,10 @@ impl World {
     }
 
     pub(super) fn check_bounded(&self) {
-        use crate::tcp::limits::{EAGER_WINDOW, EAGER_WINDOW_FAR, max_early};
+        use crate::tcp::limits::{EAGER_WINDOW, EAGER_WINDOW_FAR, EAGER_WINDOW_FULL, max_early};
         let window = if self.has_room { EAGER_WINDOW_FAR } else { EAGER_WINDOW };
         assert!(self.receiver.staged_bytes() <= window);
+        assert!(self.far || self.sender.credit_out() <= EAGER_WINDOW_FULL);
         assert!(self.receiver.early() <= max_early(window));
     }
 
