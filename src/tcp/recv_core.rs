@@ -441,21 +441,22 @@ impl RecvCore {
     }
 
     /// The acknowledgement that stream `index` owes, if any. With `force`, it is also due for frames that no send waits
-    /// for. After a whole message it covers all streams.
+    /// for, on any stream. Then, and after a whole message, it covers all streams.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.reported;
         let returned = self.returned;
         let due = self.is_ack_due(index);
-        let stream = self.streams.get_mut(index)?;
-        let frames = stream.received - stream.acked;
-        if !(due || force && (frames > 0 || owed > 0)) {
+        let is_owed = |stream: &Stream| stream.received > stream.acked;
+        if !(due || force && (owed > 0 || self.streams.iter().any(is_owed))) {
             return None;
         }
+        let stream = self.streams.get_mut(index)?;
         (stream.acked, stream.acked_here) = (stream.received, stream.received);
         stream.prompt = false;
         self.reported = returned;
         let ack = Ack::of_one(stream.epoch, stream.received, returned);
-        if !std::mem::take(&mut stream.whole) || self.streams.iter().all(|stream| stream.received == stream.acked) {
+        let all = std::mem::take(&mut stream.whole) || force;
+        if !all || !self.streams.iter().any(is_owed) {
             return Some(ack);
         }
         for stream in &mut self.streams {
@@ -653,6 +654,17 @@ mod tests {
         for index in 0..3 {
             assert!(core.take_ack(index, true).is_none(), "all is said");
         }
+    }
+
+    /// A sender keeps copies of what it sent over a full network, on a further stream, until they are acknowledged.
+    #[test]
+    fn a_connection_that_is_quiet_acknowledges_all_streams_on_the_first() {
+        let mut core = posted(256);
+        core.begin(1, &chunk(0, 128, 256)).unwrap();
+        core.end(1);
+        assert!(core.take_ack(0, false).is_none() && core.take_ack(1, false).is_none(), "nothing waits for it");
+        assert_eq!(core.take_ack(0, true).unwrap().counts(), [0, 1]);
+        assert!((0..2).all(|index| core.take_ack(index, true).is_none()));
     }
 
     #[test]
