@@ -181,18 +181,18 @@ pub struct RecvCore {
     /// Receives that the peer has referred to and that are not posted.
     early: u64,
     /// The sender may send as much eagerly as over a long path ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
-    far: bool,
+    has_room: bool,
 }
 
 impl RecvCore {
     /// A connection without streams yet, whose sender may send as over a long path, or not.
-    pub(crate) fn new(far: bool) -> Self {
-        Self { far, ..Self::default() }
+    pub(crate) fn new(has_room: bool) -> Self {
+        Self { has_room, ..Self::default() }
     }
 
     /// The limits for early arrivals: bytes of one message, and bytes of all.
     fn eager(&self) -> (u64, u64) {
-        if self.far { (EAGER_MAX_FAR, EAGER_WINDOW_FAR) } else { (EAGER_MAX, EAGER_WINDOW) }
+        if self.has_room { (EAGER_MAX_FAR, EAGER_WINDOW_FAR) } else { (EAGER_MAX, EAGER_WINDOW) }
     }
 
     /// How many messages may be early.

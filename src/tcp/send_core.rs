@@ -206,10 +206,9 @@ pub struct SendCore {
     cleared: HashMap<(i32, u64), u64>,
     /// Messages that wait for their receive.
     waiting: HashMap<(i32, u64), Key>,
-    /// Eager messages that wait for credit, in posting order.
-    no_credit: VecDeque<Key>,
-    /// The same for those that are longer than [`EAGER_MAX`]: short messages pass them.
-    long_no_credit: VecDeque<Key>,
+    /// Eager messages that wait for credit, in posting order: the short ones, and those longer than [`EAGER_MAX`],
+    /// which short ones pass.
+    no_credit: [VecDeque<Key>; 2],
     /// Short messages that are ready.
     short: VecDeque<Key>,
     /// Long messages that are ready; the front one is being cut.
@@ -265,8 +264,7 @@ impl SendCore {
             tags: TagOrders::default(),
             cleared: HashMap::new(),
             waiting: HashMap::new(),
-            no_credit: VecDeque::new(),
-            long_no_credit: VecDeque::new(),
+            no_credit: Default::default(),
             short: VecDeque::new(),
             long: VecDeque::new(),
             again: VecDeque::new(),
@@ -303,7 +301,7 @@ impl SendCore {
     /// posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
-    pub(crate) fn peer_has_room(&mut self) {
+    pub(crate) fn set_peer_has_room(&mut self) {
         self.peer_has_room = true;
     }
 
@@ -501,9 +499,9 @@ impl SendCore {
                 Admit::Striped
             }
         } else if eager {
-            let queue = if short { &self.no_credit } else { &self.long_no_credit };
-            if !(queue.is_empty() && self.take_credit(length)) {
-                if short { &mut self.no_credit } else { &mut self.long_no_credit }.push_back(key);
+            let queue = usize::from(!short);
+            if !(self.no_credit[queue].is_empty() && self.take_credit(length)) {
+                self.no_credit[queue].push_back(key);
                 Admit::AwaitsCredit
             } else if !short || hand_over && self.others > 0 {
                 self.long.push_back(key);
@@ -530,13 +528,13 @@ impl SendCore {
 
     /// Whether a message waits for its receive or for credit.
     pub(crate) fn is_stalled(&self) -> bool {
-        !(self.waiting.is_empty() && self.no_credit.is_empty() && self.long_no_credit.is_empty())
+        !(self.waiting.is_empty() && self.no_credit.iter().all(VecDeque::is_empty))
     }
 
     /// The queries to send the receiver: messages that wait for their receive or for credit. The answer to both is a
     /// clear-to-send, or the report that the receive is too small.
     pub fn stalled(&self) -> Vec<Header> {
-        let keys = self.waiting.values().chain(&self.no_credit).chain(&self.long_no_credit);
+        let keys = self.waiting.values().chain(self.no_credit.iter().flatten());
         keys.map(|key| {
             let Message { tag, order, length, .. } = self.messages[*key];
             Header { tag, order, total: length, ..Header::of(Type::Query, 0) }
@@ -557,7 +555,7 @@ impl SendCore {
         done.extend(self.messages.iter().map(|(key, _)| key));
         self.messages.clear();
         self.waiting.clear();
-        for queue in [&mut self.no_credit, &mut self.long_no_credit, &mut self.short, &mut self.long] {
+        for queue in self.no_credit.iter_mut().chain([&mut self.short, &mut self.long]) {
             queue.clear();
         }
         self.again.clear();
@@ -877,17 +875,13 @@ impl SendCore {
 
     /// Messages for which there is credit wait no more.
     fn spend_credit(&mut self) {
-        while let Some(&key) = self.no_credit.front()
-            && self.take_credit(self.messages[key].length)
-        {
-            self.no_credit.pop_front();
-            self.is_ready(key);
-        }
-        while let Some(&key) = self.long_no_credit.front()
-            && self.take_credit(self.messages[key].length)
-        {
-            self.long_no_credit.pop_front();
-            self.is_ready(key);
+        for queue in 0..self.no_credit.len() {
+            while let Some(&key) = self.no_credit[queue].front()
+                && self.take_credit(self.messages[key].length)
+            {
+                self.no_credit[queue].pop_front();
+                self.is_ready(key);
+            }
         }
     }
 
@@ -982,7 +976,7 @@ impl SendCore {
         }
         let of_order = |key: &Key| (self.messages[*key].tag, self.messages[*key].order) == (tag, order);
         let take = |queue: &mut VecDeque<Key>| queue.remove(queue.iter().position(of_order)?);
-        if let Some(key) = take(&mut self.no_credit).or_else(|| take(&mut self.long_no_credit)) {
+        if let Some(key) = self.no_credit.iter_mut().find_map(take) {
             // Its receive is posted: it needs no credit, and those behind it may have been short of less.
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.messages[key].eager = false;
@@ -1067,7 +1061,7 @@ impl SendCore {
              frames handed out/written/acknowledged per stream: {}",
             self.messages.len(),
             self.waiting.len(),
-            self.no_credit.len() + self.long_no_credit.len(),
+            self.no_credit.iter().map(VecDeque::len).sum::<usize>(),
             self.short.len(),
             self.long.len(),
             self.again.len(),
@@ -1168,7 +1162,7 @@ mod tests {
         core.set_round_trip(Duration::from_millis(50));
         core.go_far();
         if peer_has_room {
-            core.peer_has_room();
+            core.set_peer_has_room();
         }
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         core
@@ -1205,7 +1199,7 @@ mod tests {
         }
         core.take_roomy();
         core.acknowledge(1, 1, EAGER_MAX_FAR + MESSAGE_COST, &mut Vec::new()).unwrap();
-        assert_eq!(core.long_no_credit.len(), 0);
+        assert_eq!(core.no_credit[1].len(), 0);
         assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was acknowledged, and the first, which has room");
     }
 
@@ -1214,7 +1208,7 @@ mod tests {
     fn over_a_full_network_what_fits_a_chunk_waits_for_no_receive_while_one_stream_carries_it() {
         const LENGTH: u64 = 128 << 10;
         let mut core = SendCore::new(true);
-        core.peer_has_room();
+        core.set_peer_has_room();
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "the network is not full yet");
         core.choose_carrier(true);
@@ -1232,7 +1226,7 @@ mod tests {
         assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "all streams carry again");
         let give_back = |core: &mut SendCore, frames, credit| {
             core.acknowledge(1, frames, credit, &mut Vec::new()).unwrap();
-            core.long_no_credit.len()
+            core.no_credit[1].len()
         };
         assert_eq!(give_back(&mut core, 1, 1), 1);
         assert_eq!(give_back(&mut core, 2, LENGTH + MESSAGE_COST), 0, "it still is eager");
@@ -1241,7 +1235,7 @@ mod tests {
     #[test]
     fn a_long_message_without_credit_holds_up_no_short_one() {
         let mut core = SendCore::new(true);
-        core.peer_has_room();
+        core.set_peer_has_room();
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         core.choose_carrier(true);
         let post = |core: &mut SendCore, length, tag| core.post(length, tag, false).unwrap().1;
@@ -1264,7 +1258,7 @@ mod tests {
         assert_eq!(core.post(8, 0, false).unwrap().1, Admit::AwaitsCredit, "behind the other, though there is credit");
         core.take_roomy();
         assert!(core.clear_to_send(0, posted, EAGER_MAX).unwrap().is_some());
-        assert!(core.no_credit.is_empty() && core.take_roomy() & 1 == 1, "both can leave");
+        assert!(core.no_credit[0].is_empty() && core.take_roomy() & 1 == 1, "both can leave");
     }
 
     #[test]

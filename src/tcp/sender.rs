@@ -344,7 +344,7 @@ impl SendConn {
         let conn = Connection::without_streams(net, link, peer, own, state);
         conn.state().core.set_round_trip(conn.link.round_trip);
         if conn.link.features & FEATURE_FAR != 0 {
-            conn.state().core.peer_has_room();
+            conn.state().core.set_peer_has_room();
         }
         if conn.own.far {
             conn.state().core.go_far();

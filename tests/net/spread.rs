@@ -5,10 +5,22 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::faults::{Ends, accept, connect, receive_stream, send_stream};
+use crate::support::ends::plays;
 use crate::support::faults::Network;
 use crate::support::netns::{Namespace, available};
 use crate::support::{PATIENCE, child, eventually, part, pattern, watchdog};
 use towline::host::{Memory, Part};
+
+/// Two ends that four further streams join, on a network that is the limit. None in the process of an end, which has
+/// played it, and where there are no namespaces.
+fn on_a_full_network(test: &str, sender: impl FnOnce(), receiver: impl FnOnce()) -> Option<(Network, Ends)> {
+    if plays(sender, receiver) || !available() {
+        return None;
+    }
+    let network = Network::new(1, 400);
+    let ends = Ends::start(test, &network.hosts, &[("TOWLINE_STREAMS", "5")]);
+    Some((network, ends))
+}
 
 /// The bytes that each TCP socket of a host has sent, by its addresses.
 fn sent(host: &Namespace) -> HashMap<String, u64> {
@@ -26,16 +38,7 @@ fn sent(host: &Namespace) -> HashMap<String, u64> {
 fn on_a_full_network_one_further_stream_carries_the_long_messages() {
     const NAME: &str = "spread::on_a_full_network_one_further_stream_carries_the_long_messages";
     let _watchdog = watchdog(90);
-    match child::role().as_deref() {
-        Some("sender") => return send_stream(),
-        Some("receiver") => return receive_stream(),
-        _ => {}
-    }
-    if !available() {
-        return;
-    }
-    let network = Network::new(1, 400);
-    let ends = Ends::start(NAME, &network.hosts, &[("TOWLINE_STREAMS", "5")]);
+    let Some((network, ends)) = on_a_full_network(NAME, send_stream, receive_stream) else { return };
     eventually("one of four further streams sends nearly all", Duration::from_secs(30), || {
         let before = sent(&network.hosts.0);
         std::thread::sleep(Duration::from_millis(300));
@@ -113,14 +116,6 @@ fn receives_late() {
 fn on_a_full_network_a_message_leaves_before_its_receive_is_posted() {
     const NAME: &str = "spread::on_a_full_network_a_message_leaves_before_its_receive_is_posted";
     let _watchdog = watchdog(90);
-    match child::role().as_deref() {
-        Some("sender") => return sends_ahead_of_a_receive(),
-        Some("receiver") => return receives_late(),
-        _ => {}
-    }
-    if !available() {
-        return;
-    }
-    let network = Network::new(1, 400);
-    Ends::start(NAME, &network.hosts, &[("TOWLINE_STREAMS", "5")]).pass();
+    let Some((_network, ends)) = on_a_full_network(NAME, sends_ahead_of_a_receive, receives_late) else { return };
+    ends.pass();
 }

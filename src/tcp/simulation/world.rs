@@ -134,7 +134,7 @@ impl World {
             has_room,
         };
         if has_room {
-            world.sender.peer_has_room();
+            world.sender.set_peer_has_room();
         }
         if far {
             world.sender.go_far();
