@@ -53,7 +53,7 @@ pub trait Source: Send + Sync {
     /// Moves all data that can be moved now. May be called from any thread, at any time, even without a reason.
     fn poll(&self) -> Progress;
 
-    /// How long the worker polls for more work after something has moved.
+    /// How long the worker polls for more work after something has moved. Zero: it sleeps at once.
     fn hot(&self) -> Duration {
         HOT
     }
@@ -297,7 +297,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
         }
         for token in ready.drain(..) {
             let Some(polled) = shared.poll(token) else { continue };
-            hot_for = hot_for.max(polled.hot_for);
+            hot_for = hot_for.max(polled.hot_for(kicked));
             if let Some(at) = polled.again {
                 if at <= now {
                     again_at_once.push(token);
@@ -307,10 +307,6 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
             }
         }
         ready.append(&mut again_at_once);
-        // The thread that kicks has more work, or expects it.
-        if kicked {
-            hot_for = hot_for.max(HOT);
-        }
         if !hot_for.is_zero() {
             hot_until = hot_until.max(Instant::now() + hot_for);
         }
@@ -321,9 +317,20 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
 struct Polled {
     generation: u64,
     kicked: Arc<Button>,
-    /// How long to poll for more work; zero when nothing has moved.
-    hot_for: Duration,
+    source: Arc<dyn Source>,
+    moved: bool,
     again: Option<Instant>,
+}
+
+impl Polled {
+    /// How long to poll for more work. A thread that kicks has more, or expects it.
+    fn hot_for(&self, kicked: bool) -> Duration {
+        match (self.moved, kicked) {
+            (true, _) => self.source.hot(),
+            (false, true) => self.source.hot().min(HOT),
+            (false, false) => Duration::ZERO,
+        }
+    }
 }
 
 impl Shared {
@@ -332,21 +339,13 @@ impl Shared {
         let entry = |entry: &Entry| (Arc::clone(&entry.source), Arc::clone(&entry.kicked), entry.generation);
         let (source, kicked, generation) = lock(&self.entries).get(token).map(entry)?;
         kicked.release();
-        let mut polled = Polled { generation, kicked, hot_for: Duration::ZERO, again: None };
-        match catch_unwind(AssertUnwindSafe(|| source.poll())) {
-            Ok(progress) => {
-                if progress.moved {
-                    polled.hot_for = source.hot();
-                }
-                polled.again = progress.again;
-            }
-            Err(panic) => {
-                let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
-                // A second panic inside `fail` must not end the worker either.
-                let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
-            }
-        }
-        Some(polled)
+        let progress = catch_unwind(AssertUnwindSafe(|| source.poll())).unwrap_or_else(|panic| {
+            let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
+            // A second panic inside `fail` must not end the worker either.
+            let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
+            Progress::default()
+        });
+        Some(Polled { generation, kicked, source, moved: progress.moved, again: progress.again })
     }
 }
 

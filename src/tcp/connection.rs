@@ -175,7 +175,7 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) closing: AtomicBool,
     /// Whether workers poll longer before they sleep: their last message was below [`CHUNK_MAX`], and one of few
     /// ([`HOT_BETWEEN`]).
-    pub(super) polls_longer: AtomicBool,
+    polls_longer: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
     pub(super) chores: Chores,
@@ -262,6 +262,18 @@ impl<D: Direction> Connection<D> {
     #[inline]
     pub(super) fn note_message(&self, length: u64, under_way: usize) {
         self.polls_longer.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
+    }
+
+    /// How long a worker polls for more of this connection's work after something has moved.
+    pub(super) fn hot(&self) -> Duration {
+        if self.net.spread.uses_one_stream() && self.requests.outstanding() > FEW {
+            // The network is full, and the operation waits for the wire.
+            Duration::ZERO
+        } else if self.polls_longer.load(Ordering::Relaxed) {
+            HOT_BETWEEN
+        } else {
+            HOT
+        }
     }
 
     /// Registers a socket with the worker of stream `index`. Every step of adding a stream that may fail is here, so
@@ -633,8 +645,7 @@ impl<D: Direction> Source for StreamSource<D> {
     }
 
     fn hot(&self) -> Duration {
-        let polls_longer = |conn: Arc<Connection<D>>| conn.polls_longer.load(Ordering::Relaxed);
-        if self.conn.upgrade().is_some_and(polls_longer) { HOT_BETWEEN } else { HOT }
+        self.conn.upgrade().map_or(Duration::ZERO, |conn| conn.hot())
     }
 
     fn fail(&self, error: Error) {

@@ -110,7 +110,7 @@ impl Shared {
         if polled.again.is_some() {
             self.kick(&polled.kicked, token);
         }
-        polled.hot_for
+        polled.hot_for(false)
     }
 }
 

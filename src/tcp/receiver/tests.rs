@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 use super::*;
-use crate::engine::schedule::constants::{ACK_EVERY, CHUNK_MAX, FEW};
+use crate::engine::schedule::constants::{ACK_EVERY, CHUNK_MAX, FEW, HOT};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
@@ -56,7 +56,7 @@ fn workers_poll_longer_for_few_short_messages() {
             conn.run(1, READ);
             conn.counters().bytes.load(Ordering::Relaxed) > before
         });
-        assert_eq!(conn.polls_longer.load(Ordering::Relaxed), longer, "message {order}, {total} bytes");
+        assert_eq!(conn.hot() > HOT, longer, "message {order}, {total} bytes");
     }
     conn.close();
 }
