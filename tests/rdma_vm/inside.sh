@@ -1,9 +1,13 @@
 #!/bin/bash
-# What suite.sh runs inside the test machine. Its arguments are the test programs, as NAME=FILE. A part of one is called
-# PROGRAM::MODULE.
+# What suite.sh runs inside the test machine: inside.sh RELEASE DEBUG NAME=FILE…, the folders of the release build and of
+# the tests' build, and the test programs. A part of one is called PROGRAM::MODULE.
 #
 # Tests that take links down or count what the whole kernel holds run first and alone. The others run in two rows side by
 # side, since the machine has two processors; in each row one test at a time.
+release=$1 debug=$2
+shift 2
+# The tests look for the plugin and the program in the folder of their own build.
+for file in libnccl-net.so towline; do mount --bind "$release/$file" "$debug/$file" || exit 1; done
 declare -A program
 for entry in "$@"; do program[${entry%%=*}]=${entry#*=}; done
 # A module that takes longer than this hangs; on a quiet computer the slowest takes less than three minutes.
@@ -109,8 +113,8 @@ for row in 1 2; do
     for failure in "${rows[@]}"; do [ "$failure" = ended ] || [ -z "$failure" ] || failures+=("$failure"); done
 done
 if [ ! -e /tmp/hangs ]; then
-    "${program[all-reduce]}" all-reduce --ranks 3 --backend rdma -b 16 -e 1M -f 16 --iters 3 -w 1 || failures+=(all-reduce)
-    "${program[all-reduce]}" send-recv --backend rdma -b 8 -e 1M -f 64 --repetitions 1 --time 30 || failures+=(send-recv)
+    "$release/towline" all-reduce --ranks 3 --backend rdma -b 16 -e 1M -f 16 --iters 3 -w 1 || failures+=(all-reduce)
+    "$release/towline" send-recv --backend rdma -b 8 -e 1M -f 64 --repetitions 1 --time 30 || failures+=(send-recv)
 fi
 printf '# all in %.0f s\n' "$(uptime)"
 [ ! -e /tmp/unstable ] || sed 's/^/UNSTABLE (failed, and passed when repeated): /' /tmp/unstable

@@ -9,6 +9,9 @@
 # make sense over RDMA (its devices make TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see
 # inside.sh; and transfers between two machines, see two_hosts.sh. With FILTERs: those of the library's tests, of
 # `tests/rdma` and of `net::clock` that match one, in one machine.
+#
+# The whole suite tests the release build: the machine is emulated and slow. The tests around it are those of `cargo test`,
+# with the library's own. With FILTERs the library is that of `cargo test` as well, which is built sooner.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -33,7 +36,7 @@ done
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
 wanted=(rdma net)
-built=$(cd "$project" && cargo test --locked --profile emulated --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
+built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
 for entry in $built; do program[${entry%%=*}]=${entry#*=}; done
@@ -41,11 +44,14 @@ for name in towline "${wanted[@]}"; do
     [ -x "${program[$name]:-}" ] || { echo "rdma_vm: the test program $name was not built" >&2; exit 1; }
 done
 
+debug=$(dirname "$(dirname "${program[towline]}")")
+release=$(dirname "$debug")/release
+[ $# -gt 0 ] || (cd "$project" && cargo build --locked --release)
+
 # What makes verbs calls fail, beside the plugin, where `rdma::faults` looks for it.
 [ -e /usr/include/infiniband/verbs.h ] || { echo "rdma_vm: package libibverbs-dev is missing" >&2; exit 1; }
 command -v cc >/dev/null || { echo "rdma_vm: a C compiler is missing (package gcc)" >&2; exit 1; }
-cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${program[towline]}")")/libfaulty_verbs.so" \
-    "$here/../faulty_verbs.c" -ldl
+cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$debug/libfaulty_verbs.so" "$here/../faulty_verbs.c" -ldl
 
 [ -z "$only_build" ] || exec "$here/run.sh" "${options[@]}" --build
 
@@ -57,19 +63,18 @@ if [ $# -gt 0 ]; then
     done
     exec "$here/run.sh" "${options[@]}" -- env "${variables[@]}" TEST_MAY_SET_CLOCK=1 sh -ec "$commands"
 fi
-towline=$(dirname "$(dirname "${program[towline]}")")/towline
-programs=("all-reduce=$towline")
+programs=()
 for name in "${!program[@]}"; do programs+=("$name=${program[$name]}"); done
 
 # Two hosts, beside the tests that run alone and hardly need the processor. In a group of their own, so that they end when
 # this script does.
 set -m
-{ "$here/two_hosts.sh" --quick "$towline" "${options[@]}" --memory 768 2>&1 | sed -u "s/^/two_hosts: /"; } & hosts=$!
+{ "$here/two_hosts.sh" --quick "$release/towline" "${options[@]}" --memory 768 2>&1 | sed -u "s/^/two_hosts: /"; } & hosts=$!
 set +m
 trap 'kill -- -$hosts 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 failed=()
-"$here/run.sh" "${options[@]}" -- env "${variables[@]}" "$here/inside.sh" "${programs[@]}" || failed+=("the tests in one machine")
+"$here/run.sh" "${options[@]}" -- env "${variables[@]}" "$here/inside.sh" "$release" "$debug" "${programs[@]}" || failed+=("the tests in one machine")
 wait "$hosts" || failed+=("two_hosts.sh")
 echo "rdma_vm: the whole suite in $SECONDS s"
 [ ${#failed[@]} = 0 ] || { printf 'rdma_vm: FAILED: %s\n' "${failed[@]}" >&2; exit 1; }
