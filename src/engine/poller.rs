@@ -6,8 +6,7 @@
 //! the source requested has arrived.
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing happens.
-//!   After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN),
-//!   because the next chunk usually follows at once.
+//!   After progress a worker stays awake for [`Source::hot`], because the next chunk usually follows at once.
 //! - A worker that polls without finding anything does overdue work of another (`stealing`).
 //! - One worker, the **control thread**, does the rare work: handshakes, fallbacks for streams that NCCL's thread
 //!   polls, deadlines.
@@ -53,7 +52,7 @@ pub trait Source: Send + Sync {
     /// Moves all data that can be moved now. May be called from any thread, at any time, even without a reason.
     fn poll(&self) -> Progress;
 
-    /// How long the worker polls for more work after something has moved. Zero: it sleeps at once.
+    /// How long the worker polls for more work after something has moved.
     fn hot(&self) -> Duration {
         HOT
     }
@@ -468,6 +467,37 @@ mod tests {
         fn fail(&self, error: Error) {
             lock(&self.ends).push(error.what().to_owned());
             panic!("once more, while it fails");
+        }
+    }
+
+    /// A source that is hot for this long.
+    struct Hot(Duration);
+
+    impl Source for Hot {
+        fn poll(&self) -> Progress {
+            Progress::default()
+        }
+
+        fn hot(&self) -> Duration {
+            self.0
+        }
+
+        fn fail(&self, _: Error) {}
+    }
+
+    #[test]
+    fn a_kick_keeps_a_worker_awake_as_progress_does_but_not_longer_than_usual() {
+        for hot in [Duration::ZERO, HOT, 5 * HOT] {
+            let polled = |moved| Polled {
+                generation: 1,
+                kicked: Arc::default(),
+                source: Arc::new(Hot(hot)),
+                moved,
+                again: None,
+            };
+            assert_eq!([polled(true).hot_for(false), polled(true).hot_for(true)], [hot; 2]);
+            assert_eq!(polled(false).hot_for(true), hot.min(HOT));
+            assert_eq!(polled(false).hot_for(false), Duration::ZERO);
         }
     }
 

@@ -176,6 +176,8 @@ pub(crate) struct Connection<D: Direction> {
     /// Whether workers poll longer before they sleep: their last message was below [`CHUNK_MAX`], and one of few
     /// ([`HOT_BETWEEN`]).
     polls_longer: AtomicBool,
+    /// Whether NCCL had more than [`FEW`] requests open when it made the last one.
+    many_open: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
     pub(super) chores: Chores,
@@ -216,6 +218,7 @@ impl<D: Direction> Connection<D> {
             recovery,
             closing: AtomicBool::new(false),
             polls_longer: AtomicBool::new(false),
+            many_open: AtomicBool::new(false),
             first_live: AtomicBool::new(false),
             chores: Chores::default(),
             monitors: Mutex::default(),
@@ -264,10 +267,17 @@ impl<D: Direction> Connection<D> {
         self.polls_longer.store(length < CHUNK_MAX && under_way <= FEW, Ordering::Relaxed);
     }
 
+    /// Notes how many requests NCCL has open. A grouped receive is one.
+    #[inline]
+    pub(super) fn note_open(&self, requests: usize) {
+        self.many_open.store(requests > FEW, Ordering::Relaxed);
+    }
+
     /// How long a worker polls for more of this connection's work after something has moved.
     pub(super) fn hot(&self) -> Duration {
-        if self.net.spread.uses_one_stream() && self.requests.outstanding() > FEW {
-            // The network is full, and the operation waits for the wire.
+        if self.many_open.load(Ordering::Relaxed) && self.net.spread.uses_one_stream() {
+            // The network is full, and the operation waits for the wire. Workers sleep while that is tried, too: the rate
+            // of the trial is then that of what would follow.
             Duration::ZERO
         } else if self.polls_longer.load(Ordering::Relaxed) {
             HOT_BETWEEN

@@ -386,6 +386,9 @@ impl RecvConn {
             return Ok(self.requests.take(parts.len()));
         }
         let Some(ticket) = self.requests.take(parts.len()) else { return Ok(None) };
+        if self.net.spread.uses_one_stream() {
+            self.note_open(self.requests.outstanding());
+        }
         for (part, profiler) in profilers.iter().enumerate() {
             self.events.follow(ticket.slot, part, *profiler);
         }

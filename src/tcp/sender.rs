@@ -447,7 +447,9 @@ impl SendConn {
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > OWN_MAX {
-            self.note_message(length as u64, self.requests.outstanding());
+            let open = self.requests.outstanding();
+            self.note_message(length as u64, open);
+            self.note_open(open);
             self.grow();
         }
         let hand_over = self.is_for_workers(length as u64);

@@ -6,7 +6,8 @@
 # side, since the machine has two processors; in each row one test at a time.
 release=$1 debug=$2
 shift 2
-# The tests look for the plugin and the program in the folder of their own build.
+# The tests look for the plugin and the program in the folder of their own build. The plugin's names there are links to one
+# file, which the mount covers.
 for file in libnccl-net.so towline; do mount --bind "$release/$file" "$debug/$file" || exit 1; done
 declare -A program
 for entry in "$@"; do program[${entry%%=*}]=${entry#*=}; done

@@ -24,8 +24,9 @@ pub(crate) const HOT_BETWEEN: Duration = Duration::from_micros(250);
 /// [`CHUNK_MAX`] too. That takes 0.78 to 0.83 of the processor time for `sendrecv` and `alltoall` of 64 MiB at 10 and
 /// 25 Gb/s. With half as many, operations of 2 MiB took 1.07 times as long on the loopback.
 ///
-/// On a full network (`schedule::spread`) workers then sleep at once: the same operations take the same time with 0.5 to
-/// 0.7 of the processor time. If they slept with fewer, too, operations of 32 and 128 KiB took 1.2 to 1.4 times as long.
+/// While one stream carries the messages of a full network (`schedule::spread`), and NCCL has more requests than this
+/// open, workers do not poll at all: the same operations take the same time with 0.5 to 0.7 of the processor time. When
+/// they did not poll with fewer requests either, operations of 32 and 128 KiB took 1.2 to 1.5 times as long.
 pub(crate) const FEW: usize = 4;
 
 /// A worker that has been inactive for this many nanoseconds, and does not sleep, is late. Moving a chunk takes less.

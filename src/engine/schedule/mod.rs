@@ -34,7 +34,7 @@
 //! | state | the thread that polls next | until |
 //! |---|---|---|
 //! | absent | the control thread: it dials | the handshake is proved |
-//! | idle | its worker, asleep in `epoll_wait`, or polling for [`constants::HOT`] or [`constants::HOT_BETWEEN`] after the last progress | a kick or an event |
+//! | idle | its worker, asleep in `epoll_wait`, or polling after the last progress for [`constants::HOT`] or [`constants::HOT_BETWEEN`], or not at all ([`constants::FEW`]) | a kick or an event |
 //! | busy | the thread that holds it | nothing moves, or its share ([`constants::SEND_SHARE`], [`constants::RECEIVE_SHARE`]) is used up; then its worker again, after its other streams |
 //! | full window | the thread that reads the acknowledgement, on whatever stream; it kicks the stream | there is room |
 //! | full socket | its worker; for the first stream the control thread | the kernel reports room |

@@ -52,6 +52,16 @@ impl Spread {
         self.changes.load(Ordering::Relaxed)
     }
 
+    /// As if packets waited for long, until one stream is tried.
+    #[cfg(test)]
+    pub(crate) fn fill(&self) {
+        let mut rate = Rate::default();
+        rate.add(Duration::from_millis(1), 1 << 20);
+        while !self.uses_one_stream() {
+            self.sample(FULL_NETWORK_DELAY, rate);
+        }
+    }
+
     /// A stream has measured the queue on its path, and its connection this rate since the last change.
     pub(crate) fn sample(&self, queue: Duration, rate: Rate) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::time::Duration;
 
 use super::*;
 use crate::engine::schedule::constants::{ACK_EVERY, CHUNK_MAX, FEW, HOT};
@@ -57,6 +58,22 @@ fn workers_poll_longer_for_few_short_messages() {
             conn.counters().bytes.load(Ordering::Relaxed) > before
         });
         assert_eq!(conn.hot() > HOT, longer, "message {order}, {total} bytes");
+    }
+    conn.close();
+}
+
+/// Receives are posted ahead of their messages, so those that NCCL has open show how long its operation is.
+#[test]
+fn workers_do_not_poll_for_many_receives_on_a_full_network() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let _first = join(&conn, 0);
+    conn.net.spread.fill();
+    let mut target = vec![0_u8; 8];
+    for number in 1..=FEW + 1 {
+        // SAFETY: the target lives longer than the connection, and there is no profiler.
+        let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
+        posted.expect("it lives").expect("a slot is free");
+        assert_eq!(conn.hot(), if number <= FEW { HOT } else { Duration::ZERO }, "receive {number}");
     }
     conn.close();
 }

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, ENOUGH_COPIED, FEW, HOT, HOT_BETWEEN, LATELY_NS};
-use crate::engine::schedule::spread::Rate;
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{POLLED, PROMPT, Type};
@@ -94,26 +93,24 @@ fn a_peer_that_is_waited_for_no_more_gets_what_was_sent_and_a_goodbye() {
 
 /// A request is open until NCCL has tested it done.
 #[test]
-fn workers_poll_longer_while_few_short_messages_are_open_and_not_with_many_on_a_full_network() {
-    let deaf = loopback::deaf();
-    let (ours, _theirs) = loopback::sockets();
-    let conn =
-        SendConn::new(loopback::net(Config::default()), loopback::link(&deaf), loopback::peer(), ours, Seal::Plain);
-    let conn = conn.expect("it is watched");
-    let bytes = vec![7; 100_000];
-    for number in 1..=FEW + 2 {
-        // SAFETY: the bytes outlive the connection, and no profiler is loaded.
-        unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) }.expect("it lives").expect("a slot");
-        assert_eq!(conn.hot(), if number <= FEW { HOT_BETWEEN } else { HOT }, "message {number}");
+fn workers_poll_longer_while_few_short_messages_are_open_and_not_for_many_on_a_full_network() {
+    for (is_full, for_many) in [(false, HOT), (true, Duration::ZERO)] {
+        let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
+        let (ours, _theirs) = loopback::sockets();
+        let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain);
+        let conn = conn.expect("it is watched");
+        if is_full {
+            conn.net.spread.fill();
+        }
+        let bytes = vec![7; 100_000];
+        for number in 1..=FEW + 2 {
+            // SAFETY: the bytes outlive the connection, and no profiler is loaded.
+            let sent = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+            sent.expect("it lives").expect("a slot");
+            assert_eq!(conn.hot(), if number <= FEW { HOT_BETWEEN } else { for_many }, "message {number}");
+        }
+        conn.close();
     }
-    // On a full network they sleep at once, with that many.
-    let mut rate = Rate::default();
-    rate.add(Duration::from_millis(1), 1 << 20);
-    while !conn.net.spread.uses_one_stream() {
-        conn.net.spread.sample(Duration::from_millis(1), rate);
-    }
-    assert_eq!(conn.hot(), Duration::ZERO);
-    conn.close();
 }
 
 /// Over a long path a send of NCCL's usual size is done when its bytes have left; what may be sent again is a copy.
