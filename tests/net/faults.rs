@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::support::child::{self, Guarded, Mailbox};
+use crate::support::ends;
 use crate::support::faults::{Cut, Dice, Network, seed};
 use crate::support::netns::{Namespace, all_reduce_until, available};
 use crate::support::notices::{INFO, Notices, clock};
@@ -22,16 +23,11 @@ const MS: Duration = Duration::from_millis(1);
 const RAILS: [(&str, &str); 2] = [("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "rail")];
 
 pub(crate) fn connect() -> SendComm {
-    let context = context(ApiVersion::V12);
-    let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
-    context.connect_within(0, &mut handle, PATIENCE).expect("connect")
+    ends::connect_within(PATIENCE)
 }
 
 pub(crate) fn accept() -> RecvComm {
-    let context = context(ApiVersion::V12);
-    let (listener, handle) = context.listen(0).expect("listen");
-    child::send(&child::mailbox(), "handle", handle.bytes());
-    listener.accept_within(PATIENCE).expect("accept")
+    ends::accept_within(PATIENCE)
 }
 
 /// The two ends of a test, each a process in its namespace.

@@ -81,17 +81,27 @@ pub fn since(name: &str) -> Option<Duration> {
 
 /// The sending end's connection.
 pub fn connect() -> SendComm {
+    connect_within(PATIENCE)
+}
+
+/// The same, for as long as this.
+pub fn connect_within(patience: Duration) -> SendComm {
     let context = context(ApiVersion::V12);
     let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
-    context.connect_within(0, &mut handle, PATIENCE).expect("connect")
+    context.connect_within(0, &mut handle, patience).expect("connect")
 }
 
 /// The receiving end's.
 pub fn accept() -> RecvComm {
+    accept_within(PATIENCE)
+}
+
+/// The same, for as long as this.
+pub fn accept_within(patience: Duration) -> RecvComm {
     let context = context(ApiVersion::V12);
     let (listener, handle) = context.listen(0).expect("listen");
     child::send(&child::mailbox(), "handle", handle.bytes());
-    listener.accept_within(PATIENCE).expect("accept")
+    listener.accept_within(patience).expect("accept")
 }
 
 /// Sends a message, and waits until that is done.
