@@ -176,7 +176,8 @@ pub(crate) struct Connection<D: Direction> {
     /// Whether workers poll longer before they sleep: their last message was below [`CHUNK_MAX`], and one of few
     /// ([`HOT_BETWEEN`]).
     polls_longer: AtomicBool,
-    /// Whether NCCL had more than [`FEW`] requests open when it made the last one.
+    /// Whether NCCL had more than [`FEW`] requests open: at the sender when it made the last one for workers, at the
+    /// receiver when it made the last one while one stream carried long messages.
     many_open: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
