@@ -186,7 +186,7 @@ pub struct RecvCore {
 
 impl RecvCore {
     /// A connection without streams yet, whose sender may send as over a long path, or not.
-    pub(crate) fn new(has_room: bool) -> Self {
+    pub fn new(has_room: bool) -> Self {
         Self { has_room, ..Self::default() }
     }
 

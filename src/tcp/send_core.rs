@@ -301,7 +301,7 @@ impl SendCore {
     /// posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
-    pub(crate) fn set_peer_has_room(&mut self) {
+    pub fn set_peer_has_room(&mut self) {
         self.peer_has_room = true;
     }
 
@@ -642,7 +642,7 @@ impl SendCore {
 
     /// From now on `one` further stream carries the long messages, or all do. To be followed by
     /// [`SendCore::take_roomy`].
-    pub(crate) fn choose_carrier(&mut self, one: bool) {
+    pub fn choose_carrier(&mut self, one: bool) {
         if one == self.carrier.is_some() {
             return;
         }

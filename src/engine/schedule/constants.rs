@@ -90,8 +90,8 @@ pub(crate) const SAMPLES: u32 = 8;
 /// 10 and 25 Gb/s; 0.02 to 0.13 ms on networks up to 100 Gb/s where the hosts were the limit.
 pub(crate) const FULL_NETWORK_DELAY: Duration = Duration::from_micros(150);
 
-/// Decisions for which a successful trial of one stream holds. After a failure all streams stay for an eighth of this,
-/// doubled each time, up to four times this.
+/// Decisions for which a successful trial of one stream holds; one without a queue counts as eight. After a failure all
+/// streams stay for an eighth of this, doubled each time, up to four times this.
 pub(crate) const TRIAL_PERIOD: u32 = 64;
 
 // How many bytes a stream may have on the way.

@@ -24,8 +24,8 @@ pub fn run(data: &[u8]) {
                 assert_eq!(header.encode(), bytes);
             }
         }
-        1..=4 => drop(Receiver::new().play(&mut input)),
-        _ => drop(Sender::new().play(&mut input)),
+        which @ 1..=4 => drop(Receiver::new(which == 4).play(&mut input)),
+        which => drop(Sender::new(which == 7).play(&mut input)),
     }
 }
 
@@ -59,8 +59,9 @@ struct Receiver {
 }
 
 impl Receiver {
-    fn new() -> Self {
-        let mut core = RecvCore::default();
+    /// With room for what a sender over a full network or a long path sends ahead of its receive, or without.
+    fn new(has_room: bool) -> Self {
+        let mut core = RecvCore::new(has_room);
         (0..STREAMS).for_each(|index| core.stream_up(index, 1));
         Self { core, receives: Vec::new(), open: [None; STREAMS], fenced: [false; STREAMS], stages: HashMap::new() }
     }
@@ -166,13 +167,19 @@ struct Sender {
     /// Handed out and not wholly written, per stream.
     writing: [Option<Chunk>; STREAMS],
     live: [bool; STREAMS],
+    /// Whether one stream carries the long messages now and then, ahead of their receives.
+    full_network: bool,
 }
 
 impl Sender {
-    fn new() -> Self {
+    fn new(full_network: bool) -> Self {
         let mut core = SendCore::new(true);
+        if full_network {
+            core.set_peer_has_room();
+        }
         (0..STREAMS).for_each(|index| core.stream_up(index, 1));
-        Self { core, lengths: HashMap::new(), handed: HashMap::new(), writing: [None; STREAMS], live: [true; STREAMS] }
+        let (writing, live) = ([None; STREAMS], [true; STREAMS]);
+        Self { core, lengths: HashMap::new(), handed: HashMap::new(), writing, live, full_network }
     }
 
     fn play(mut self, input: &mut Input<'_>) -> Result<()> {
@@ -211,6 +218,9 @@ impl Sender {
                     let stream = input.number() as usize;
                     self.core.fenced(stream, input.number() as u16, input.number(), &mut done)?;
                     self.core.stalled();
+                    if self.full_network {
+                        self.core.choose_carrier(input.below(2) == 0);
+                    }
                 }
                 _ => {}
             }
