@@ -70,26 +70,25 @@ macro_rules! properties {
 /// Leaves NCCL's own estimate in force, as its Socket does.
 const NCCLS_OWN: f32 = 0.0;
 
-/// The latency that NCCL 2.13 to 2.18 and NCCL 2.19 get. Later releases use a later version of the interface.
+/// The latency that NCCL 2.13 to 2.19 get. Later releases use a later version of the interface.
 ///
 /// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
 /// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a
 /// larger one leads to trees instead of rings, and to LL instead of Simple. Both send fewer messages, and one thread of
-/// NCCL's handles those of all channels. At 0, rings begin at 256 KiB in 2.18 and at 128 KiB in 2.19: there all-reduces
-/// took twice as long as over Socket. NCCL 2.19 counts twice as much as 2.18 for a tree's step with Simple, so it keeps
-/// LL at 32 KiB anyway. More than 7 µs makes 2.18 do so, too, which takes 1.2 to 1.4 times as long (two H200,
-/// `benches/nccl_networks.sh`).
+/// NCCL's handles those of all channels. At 0, all-reduces of 256 and 512 KiB, and all-gathers and reduce-scatters of
+/// 128 KiB, took 1.3 to 2 times as long as over the best tuning of Socket; at 30, 0.8 to 1.1 times. Values from 28 to 40
+/// do the same. The price is that NCCL 2.18 uses trees with LL for all-reduces of 8 to 32 KiB, which take 1.0 to 1.4
+/// times as long as Socket's (one H200, `benches/nccl_networks.sh`).
 ///
-/// All ranks must get the same value, or they choose differently and the job hangs: these are constants.
-const LATENCY_V6: f32 = 2.0;
-const LATENCY_V7: f32 = 30.0;
+/// All ranks must get the same value, or they choose differently and the job hangs: this is a constant.
+const WITHOUT_TUNER: f32 = 30.0;
 
 /// No code on the GPU moves data for us.
 const HOST: ncclNetDeviceType = ffi::NCCL_NET_DEVICE_HOST;
 
 properties!(ncclNetProperties_v4_t, NCCLS_OWN;);
-properties!(ncclNetProperties_v6_t, LATENCY_V6; latency, maxRecvs);
-properties!(ncclNetProperties_v7_t, LATENCY_V7; latency, maxRecvs, netDeviceType, netDeviceVersion);
+properties!(ncclNetProperties_v6_t, WITHOUT_TUNER; latency, maxRecvs);
+properties!(ncclNetProperties_v7_t, WITHOUT_TUNER; latency, maxRecvs, netDeviceType, netDeviceVersion);
 properties!(ncclNetProperties_v8_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal);
 properties!(ncclNetProperties_v9_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
     vProps, maxP2pBytes, maxCollBytes);
