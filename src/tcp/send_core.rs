@@ -1246,7 +1246,7 @@ mod tests {
             let mut core = SendCore::new(true);
             core.stream_up(0, 0);
             if announced {
-                (0..3).for_each(|order| drop(core.clear_to_send(0, order, 1 << 20).unwrap()));
+                assert!((0..3).all(|order| core.clear_to_send(0, order, 1 << 20).unwrap().is_none()));
             }
             assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Ready, "no other stream");
             core.stream_up(1, 0);

@@ -178,7 +178,7 @@ impl Seen {
             Phase::All { stays } => Phase::All { stays: stays.saturating_sub(1) },
             Phase::Settling { before } => Phase::Trial { before },
             Phase::Trial { before } if rate < before * 7 / 10 || self.losses.are_large() || !has_queue => {
-                self.after_failure = (2 * self.after_failure).clamp(TRIAL_PERIOD / 8, 4 * TRIAL_PERIOD);
+                self.after_failure = (2 * self.after_failure).clamp(1, 4 * TRIAL_PERIOD);
                 Phase::All { stays: self.after_failure }
             }
             Phase::Trial { .. } => {
@@ -219,6 +219,16 @@ mod tests {
                 && !decides(&spread, 4, FULL_NETWORK_DELAY / 2),
             "no queue again"
         );
+    }
+
+    /// The next operation may be a short one.
+    #[test]
+    fn a_trial_without_a_queue_is_soon_repeated() {
+        let spread = Spread::default();
+        assert!(decides(&spread, 4, LONG) && decides(&spread, 4, LONG), "a trial");
+        assert!(!decides(&spread, 4, FULL_NETWORK_DELAY / 3));
+        let all = (0..100).take_while(|_| !decides(&spread, 4, LONG)).count();
+        assert_eq!(all, 1);
     }
 
     /// How many of 2,000 decisions begin a trial, on a network where one stream of each connection shows this.
@@ -337,7 +347,7 @@ mod tests {
         };
         assert!(matches!(seen.next(1), Phase::All { stays } if stays == 4 * TRIAL_PERIOD));
         assert!(matches!(seen.next(100), Phase::One { stays: TRIAL_PERIOD }));
-        assert!(matches!(seen.next(1), Phase::All { stays } if stays == TRIAL_PERIOD / 8));
+        assert!(matches!(seen.next(1), Phase::All { stays: 1 }));
     }
 
     #[test]
