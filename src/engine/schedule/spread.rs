@@ -20,7 +20,7 @@
 //! trials must show it: a tenth on average ends a trial too ([`Losses`]). All connections of the process decide
 //! together, also those of other rails, which may share a wire: a connection with one stream gets less of a shared
 //! network than one with four. All streams also come back now and then, for two decisions, to see whether the queue is
-//! still there; a new trial follows. They come back eight times as soon while there is no queue, but not at once: an
+//! still there; a new trial follows. They come back sooner where there is no queue, but not at once: an
 //! operation of 2 MiB leaves none on the networks that one of 16 MiB fills, and each trial takes a few of those. Where
 //! connections of one process use networks of different speed, the one without a queue keeps all streams for all.
 
@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::constants::{FULL_NETWORK_DELAY, SAMPLES, TRIAL_PERIOD};
+use super::constants::{FULL_NETWORK_DELAY, SAMPLES, TRIAL_PERIOD, WITHOUT_QUEUE};
 
 /// What the connections of the process have decided.
 #[derive(Debug, Default)]
@@ -108,8 +108,9 @@ struct Seen {
     queues: Duration,
     rate: Rate,
     phase: Phase,
-    /// For how many decisions all streams stayed after the last trial, if it failed.
+    /// For how many decisions the last trial holds: all streams stay if it failed, one if it succeeded.
     after_failure: u32,
+    after_success: u32,
     losses: Losses,
 }
 
@@ -172,18 +173,20 @@ impl Seen {
         if let Phase::Trial { before } = self.phase {
             self.losses.add(rate, before);
         }
-        let of_period = if has_queue { 1 } else { TRIAL_PERIOD / 8 };
+        let of_period = if has_queue { 1 } else { WITHOUT_QUEUE };
         match self.phase {
             Phase::All { stays: 0 } if self.least >= Some(FULL_NETWORK_DELAY) => Phase::Settling { before: rate },
             Phase::All { stays } => Phase::All { stays: stays.saturating_sub(1) },
             Phase::Settling { before } => Phase::Trial { before },
             Phase::Trial { before } if rate < before * 7 / 10 || self.losses.are_large() || !has_queue => {
-                self.after_failure = (2 * self.after_failure).clamp(1, 4 * TRIAL_PERIOD);
+                self.after_success = 0;
+                self.after_failure = (2 * self.after_failure).clamp(1, TRIAL_PERIOD);
                 Phase::All { stays: self.after_failure }
             }
             Phase::Trial { .. } => {
                 self.after_failure = 0;
-                Phase::One { stays: TRIAL_PERIOD }
+                self.after_success = (2 * self.after_success).clamp(TRIAL_PERIOD / 4, TRIAL_PERIOD);
+                Phase::One { stays: self.after_success }
             }
             Phase::One { stays } if stays >= of_period => Phase::One { stays: stays - of_period },
             // What the one stream has sent is still under way.
@@ -252,7 +255,7 @@ mod tests {
         );
         assert!((5..20).contains(&trials(3, LONG)), "a quarter less each time: {}", trials(3, LONG));
         assert!(
-            (25..35).contains(&trials(4, FULL_NETWORK_DELAY / 2)),
+            (5..15).contains(&trials(4, FULL_NETWORK_DELAY / 2)),
             "a full network: {}",
             trials(4, FULL_NETWORK_DELAY / 2)
         );
@@ -339,14 +342,18 @@ mod tests {
     fn after_a_trial_that_succeeds_the_next_failure_counts_as_the_first() {
         let trial = Phase::Trial { before: 100 };
         let mut seen = Seen {
-            after_failure: 4 * TRIAL_PERIOD,
+            after_failure: TRIAL_PERIOD,
             samples: 1,
             queues: FULL_NETWORK_DELAY,
             phase: trial,
             ..Seen::default()
         };
-        assert!(matches!(seen.next(1), Phase::All { stays } if stays == 4 * TRIAL_PERIOD));
-        assert!(matches!(seen.next(100), Phase::One { stays: TRIAL_PERIOD }));
+        assert!(matches!(seen.next(1), Phase::All { stays: TRIAL_PERIOD }));
+        assert!(matches!(seen.next(100), Phase::One { stays } if stays == TRIAL_PERIOD / 4));
+        assert!(
+            matches!(seen.next(100), Phase::One { stays } if stays == TRIAL_PERIOD / 2),
+            "it has proved itself twice"
+        );
         assert!(matches!(seen.next(1), Phase::All { stays: 1 }));
     }
 
