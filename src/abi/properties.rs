@@ -70,7 +70,7 @@ macro_rules! properties {
 /// Leaves NCCL's own estimate in force, as its Socket does.
 const NCCLS_OWN: f32 = 0.0;
 
-/// The latency that NCCL 2.13 to 2.19 get. Later releases use a later version of the interface.
+/// The latency that NCCL 2.12 to 2.19 get. Measured with 2.18.3 and 2.19.3. Later releases use a later version of the interface.
 ///
 /// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
 /// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a
@@ -78,7 +78,7 @@ const NCCLS_OWN: f32 = 0.0;
 /// NCCL's handles those of all channels. At 0, all-reduces of 256 and 512 KiB, and all-gathers and reduce-scatters of
 /// 128 KiB, took 1.3 to 2 times as long as over the best tuning of Socket; at 30, 0.8 to 1.1 times. Values from 28 to 40
 /// do the same. The price is that NCCL 2.18 uses trees with LL for all-reduces of 8 to 32 KiB, which take 1.0 to 1.4
-/// times as long as Socket's (one H200, `benches/nccl_networks.sh`).
+/// times as long as with Socket's best tuning (one H200, `benches/nccl_networks.sh`).
 ///
 /// All ranks must get the same value, or they choose differently and the job hangs: this is a constant.
 const WITHOUT_TUNER: f32 = 30.0;

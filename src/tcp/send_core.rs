@@ -615,8 +615,9 @@ impl SendCore {
         // Each chunk costs two system calls, and ever smaller shares of the remaining bytes would be many chunks.
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
         let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
-        // An eager message is one frame, and a small remainder is not worth a frame of its own.
-        let whole = message.eager || self.answers_are_late() && message.length <= EAGER_MAX_FAR;
+        // A short message and an eager one are one frame, and a small remainder is not worth a frame of its own.
+        let whole =
+            message.eager || message.length <= EAGER_MAX || self.answers_are_late() && message.length <= EAGER_MAX_FAR;
         let length = if whole || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
         if length == rest {

@@ -529,7 +529,7 @@ impl SendConn {
         Ok(Some(ticket))
     }
 
-    /// Whether workers send a message. Of eager messages, the longer ones are left to a worker that is awake. Waking a
+    /// Whether workers send a message. Of messages up to 64 KiB, the longer ones are left to a worker that is awake. Waking a
     /// worker takes longer than sending the message here. It is worth it only if this thread has too much to do, or the
     /// path is long and one stream carries little.
     #[inline]

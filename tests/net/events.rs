@@ -58,25 +58,31 @@ fn a_thread_that_has_copied_much_leaves_long_messages_to_workers() {
         let first = moved(&pair, pattern(0, 8)).0[0].fd;
         while moved(&pair, pattern(0, 2 << 20)).0.iter().all(|piece| piece.fd == first) {}
         // Eight messages in a row, when the worker is asleep: over which sockets?
-        let burst = |size: usize| {
+        let burst = |size: usize, room: usize| {
             std::thread::sleep(Duration::from_millis(20));
             let outs: [&'static Transfer; 8] = std::array::from_fn(|_| Transfer::new());
             let backs: [&'static Transfer; 8] = std::array::from_fn(|_| Transfer::new());
-            let targets: [Memory; 8] = std::array::from_fn(|_| Memory::new(size));
+            let targets: [Memory; 8] = std::array::from_fn(|_| Memory::new(room));
             let parts: Vec<_> = (0..8).map(|i| (&targets[i], i as i32, backs[i])).collect();
             let received = receive(&pair, &parts);
+            // The receives with more room than an eager message needs are announced.
+            std::thread::sleep(Duration::from_millis(if room > size { 20 } else { 0 }));
             let sends: Vec<_> = (0..8).map(|i| send(&pair, pattern(i, size), i as i32, outs[i])).collect();
             let mut used = std::collections::HashSet::new();
             finish(&pair, &received, &sends, |which| match which {
                 Some(place) => used.extend(outs[place].whole(size).iter().map(|piece| piece.fd)),
                 None => backs.iter().for_each(|back| drop(back.whole(size))),
             });
+            assert!((0..8).all(|i| targets[i].bytes()[..size] == *pattern(i, size)));
             used
         };
-        for _ in 0..5 {
-            assert_eq!(burst(16 << 10).len(), 1, "up to 16 KiB the thread sends itself");
-            assert_eq!(burst(32 << 10).len(), 2, "of longer ones all but the first wake the worker");
-            assert_eq!(burst(64 << 10).len(), 2, "the longest that the thread sends itself, too");
+        for room in [0, 1 << 20] {
+            for _ in 0..5 {
+                let burst = |size: usize| burst(size, size.max(room)).len();
+                assert_eq!(burst(16 << 10), 1, "up to 16 KiB the thread sends itself");
+                assert_eq!(burst(32 << 10), 2, "of longer ones all but the first wake the worker");
+                assert_eq!(burst(64 << 10), 2, "the longest that the thread sends itself, too");
+            }
         }
     });
 }

@@ -97,6 +97,20 @@ fn many_streams_move_long_messages() {
             let sent = pattern(seed, 9_000_001);
             assert!(pair.transfer(sent).expect("a transfer") == sent);
         }
+        // Workers also send short messages whose receives are announced.
+        for _ in 0..20 {
+            let targets: [Memory; 4] = std::array::from_fn(|_| Memory::new(1 << 20));
+            // SAFETY: memory and pattern outlive the requests.
+            unsafe {
+                let receives = targets.each_ref().map(|of| pair.recv.post(&[Part::all(of, None)]).expect("irecv"));
+                std::thread::sleep(std::time::Duration::from_millis(2));
+                let sends = [1, 2, 3, 4].map(|seed| pair.send.post(part(pattern(seed, 60_000), None)).expect("isend"));
+                for (receive, send) in receives.into_iter().zip(sends) {
+                    pair.finish(receive, &[send]).expect("a transfer");
+                }
+            }
+            assert!((1..).zip(&targets).all(|(seed, target)| target.bytes()[..60_000] == *pattern(seed, 60_000)));
+        }
     });
 }
 

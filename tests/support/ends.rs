@@ -132,15 +132,19 @@ pub fn plays(sender: impl FnOnce(), receiver: impl FnOnce()) -> bool {
     true
 }
 
+/// What [`stream_out`] sends. The receives have room for more, so they are announced, and workers may send what is
+/// short.
+const SIZES: [usize; 5] = [(1 << 20) + 1, 1001, 100_001, 40_001, 1];
+
 /// Messages of all sizes until told to stop, with pauses: the tests need traffic, and the processors for other things.
 pub fn stream_out() {
     let comm = connect();
     let mail = child::mailbox();
     let mut number = 0;
     while !mail.join("stop").exists() {
-        send(&comm, number, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
+        send(&comm, number, SIZES[number % SIZES.len()]);
         number += 1;
-        if number % 4 == 0 {
+        if number % SIZES.len() == 0 {
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -161,7 +165,7 @@ pub fn stream_in() {
         if size == 0 {
             break;
         }
-        assert_eq!(size, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
+        assert_eq!(size, SIZES[number % SIZES.len()]);
         assert!(target.bytes()[..size] == *pattern(number, size), "message {number}");
     }
     comm.close().expect("close");

@@ -90,14 +90,11 @@ pub(crate) const SAMPLES: u32 = 8;
 /// 10 and 25 Gb/s; 0.02 to 0.13 ms on networks up to 100 Gb/s where the hosts were the limit.
 pub(crate) const FULL_NETWORK_DELAY: Duration = Duration::from_micros(150);
 
-/// Decisions for which a successful trial of one stream holds at most. At first it is a quarter of that, doubled each
-/// time. After a failure all streams stay for one decision, doubled each time, up to this many. When all streams come
-/// back and fill the queue, that costs the time of two or three decisions: sendrecv of 64 MiB at 25 Gb/s, twelve
+/// Decisions for which a trial of one stream holds at most. A first success holds for a quarter of that, a first
+/// failure for one decision; each further one of its kind twice as long. When all streams come back and fill the queue,
+/// that costs the time of two or three decisions: six operations of sendrecv of 64 MiB at 25 Gb/s, which are twelve
 /// decisions, took 1.17 to 1.28 times as long.
 pub(crate) const TRIAL_PERIOD: u32 = 256;
-
-/// A decision without a queue counts as this many with one.
-pub(crate) const WITHOUT_QUEUE: u32 = 8;
 
 // How many bytes a stream may have on the way.
 

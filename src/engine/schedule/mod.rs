@@ -23,10 +23,9 @@
 //! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
 //! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first; over a full network one further stream ([`spread`]) | yes |
 //!
-//! A message of up to 64 KiB whose receive is already announced (a receive above 64 KiB) is always sent over the first
-//! stream, by NCCL's thread. A connection with a single stream carries everything on it, by NCCL's thread. Over a long
-//! path (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several
-//! rails each rail takes part, as far as there are chunks. Over a long path, and over a full network, messages up to
+//! A connection with a single stream carries everything on it, by NCCL's thread. Over a long path
+//! (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several rails
+//! each rail takes part, as far as there are chunks. Over a long path, and over a full network, messages up to
 //! [`constants::CHUNK_MAX`] wait for no clear-to-send, if the peer has room for them (`tcp::limits`).
 //!
 //! # States of a stream
