@@ -219,7 +219,7 @@ mod tests {
                         ncclNetProperties_v9_t ncclNetProperties_v11_t ncclNetProperties_v12_t)
                 };
             }
-            prop_assert_eq!(all!(tcp), [2.0, 30.0, 0.0, 0.0, 0.0, 0.0]);
+            prop_assert_eq!(all!(tcp), [30.0, 30.0, 0.0, 0.0, 0.0, 0.0]);
             prop_assert_eq!(all!(rdma), [0.0; 6]);
         }
     }
