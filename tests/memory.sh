@@ -13,8 +13,9 @@
 # build goes.
 #
 # Left out: net::fork (a sanitizer's child of a fork is not an ordinary one), net::pressure (its injector tells the plugin's
-# system calls by who makes them, and the sanitizer stands in between), what counts allocations in profiler (the
-# sanitizer makes them), net::netns (nothing that the others do not have, but many processes), the simulation (no unsafe
+# system calls by who makes them, and the sanitizer stands in between), what counts allocations or memory (the
+# sanitizer makes them), processes in a namespace of their own or with a thread that no signal stops (leaks are looked for
+# with all threads stopped), net::netns (nothing that the others do not have, but many processes), the simulation (no unsafe
 # code in it). tests/leaks.supp says what is kept for good on purpose, tests/valgrind.supp what memcheck takes for a fault
 # and is none.
 set -euo pipefail
@@ -35,7 +36,8 @@ unset TOWLINE_MEMORY_TARGET_DIR
 skip=(--skip made_again_200_times --skip do_not_grow_the_process --skip crowd_of_strangers
     --skip reads_a_byte_a_second_holds_up_nobody --skip long_run_with_faults
     --skip a_hundred_busy_connections --skip forks_amid_opening_and_closing --skip a_forked_child_has_no_part
-    --skip take_no_memory --skip a_thousand_idle_connections --skip leaves_long_messages)
+    --skip take_no_memory --skip a_thousand_idle_connections --skip leaves_long_messages
+    --skip processes_of_one_name_and_number --skip keeps_nobody_waiting)
 
 # Runs one of them with what comes behind its name.
 run() {
