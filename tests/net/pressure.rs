@@ -220,8 +220,9 @@ fn amid_faults(name: &str) {
         assert!(of("ENOBUFS") > 0 && of("EINTR") > 0, "no reading of news failed");
     }
     for ((call, kind), (calls, faults)) in &counts {
-        // Calls that are made a few times in the life of a process may be spared.
-        assert!(*faults > 0 || *calls < 300, "{call} was never refused with {kind} in {calls} calls");
+        // Calls that are made a few times may be spared. One in 60 is refused, and the kinds, five at most, take turns:
+        // of 1200 calls fewer than five are refused in one run of 50,000, of 779 it has happened.
+        assert!(*faults > 0 || *calls < 1200, "{call} was never refused with {kind} in {calls} calls");
     }
 }
 
