@@ -725,9 +725,10 @@ mod long {
         let mut all_seen = false;
         for look in 0..looks {
             let (said, code) = why(dir.path());
-            assert_eq!(code, 0, "job {job} of {ranks} ranks, look {look}: {said}");
-            // A busy machine gives some of the processes no time for seconds.
-            all_seen |= said["processes"].as_u64() == Some(ranks as u64);
+            // A busy machine gives some of the processes, or all, no time for seconds.
+            let seen = said["processes"].as_u64();
+            assert_eq!(code, if seen == Some(0) { 2 } else { 0 }, "job {job} of {ranks} ranks, look {look}: {said}");
+            all_seen |= seen == Some(ranks as u64);
             std::thread::sleep(Duration::from_millis(300));
         }
         assert!(all_seen, "job {job} of {ranks} ranks");
