@@ -70,7 +70,8 @@ macro_rules! properties {
 /// Leaves NCCL's own estimate in force, as its Socket does.
 const NCCLS_OWN: f32 = 0.0;
 
-/// The latency that NCCL 2.12 to 2.19 get. Measured with 2.18.3 and 2.19.3. Later releases use a later version of the interface.
+/// The latency that NCCL 2.12 to 2.19 get, measured with 2.18.3 and 2.19.3. Later releases use a later version of the
+/// interface.
 ///
 /// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
 /// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a

@@ -277,8 +277,8 @@ impl<D: Direction> Connection<D> {
     /// How long a worker polls for more of this connection's work after something has moved.
     pub(super) fn hot(&self) -> Duration {
         if self.many_open.load(Ordering::Relaxed) && self.net.spread.uses_one_stream() {
-            // The network was full lately, and the operation waits for the wire. Workers sleep during a trial, too: the rate
-            // of the trial is then that of what would follow.
+            // The network was full lately, and the operation waits for the wire. Workers sleep during a trial, too: the
+            // rate of the trial is then that of what would follow.
             Duration::ZERO
         } else if self.polls_longer.load(Ordering::Relaxed) {
             HOT_BETWEEN

@@ -220,9 +220,11 @@ fn amid_faults(name: &str) {
         assert!(of("ENOBUFS") > 0 && of("EINTR") > 0, "no reading of news failed");
     }
     for ((call, kind), (calls, faults)) in &counts {
-        // Calls that are made a few times may be spared. One in 60 is refused, and the kinds, five at most, take turns:
-        // of 1200 calls fewer than five are refused in one run of 50,000, of 779 it has happened.
-        assert!(*faults > 0 || *calls < 1200, "{call} was never refused with {kind} in {calls} calls");
+        // Calls that are made a few times in the life of a process may be spared, and up to 1200 those kinds whose turn
+        // has not come: of 779 calls four were refused, with five kinds.
+        let of_call = || counts.iter().filter(|((its, _), _)| its == call).map(|(_, (_, faults))| *faults);
+        let is_no_turn = *calls < 1200 && (1..of_call().count()).contains(&(of_call().sum::<u32>() as usize));
+        assert!(*faults > 0 || *calls < 300 || is_no_turn, "{call} was never refused with {kind} in {calls} calls");
     }
 }
 

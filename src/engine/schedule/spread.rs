@@ -20,10 +20,10 @@
 //! trials must show it: a tenth on average ends a trial too ([`Losses`]). All connections of the process decide
 //! together, also those of other rails, which may share a wire: a connection with one stream gets less of a shared
 //! network than one with four. All streams also come back now and then, for two decisions, to see whether the queue is
-//! still there; a new trial follows. They come back after some eight decisions without a queue, not at
-//! once: an operation of 2 MiB leaves none on a network that one of 16 MiB fills, and each trial takes a few of those.
-//! Where connections of one process use networks of different speed, the one without a queue keeps all streams for all
-//! of them, as long as no trial has begun.
+//! still there; a new trial follows. They come back after some eight decisions without a queue, not at once: an
+//! operation of 2 MiB leaves none on a network that one of 16 MiB fills, and each trial takes a few of those. Where
+//! connections of one process use networks of different speed, the one without a queue keeps all streams for all of
+//! them, as long as no trial has begun.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -109,8 +109,9 @@ struct Seen {
     queues: Duration,
     rate: Rate,
     phase: Phase,
-    /// For how many decisions the last trial holds: all streams stay if it failed, one if it succeeded.
+    /// For how many decisions all streams stayed after the last trial that failed, halved by each success since.
     after_failure: u32,
+    /// For how many decisions one stream stays after the last trial, if it succeeded.
     after_success: u32,
     losses: Losses,
 }
