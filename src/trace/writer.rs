@@ -44,7 +44,7 @@ const ROUND: Duration = Duration::from_millis(4);
 const FLUSH: Duration = Duration::from_millis(100);
 
 /// Or after this many bytes.
-const FLUSH_BYTES: usize = 256 << 10;
+const FLUSH_BYTES: usize = 64 << 10;
 
 /// When a producer was interrupted in the middle of a record, this many records wait for it at most.
 const PENDING: usize = 1 << 18;
@@ -265,8 +265,8 @@ impl Writer {
             if let Some(times) = end {
                 self.apply(&Record { parent: 0, context: 0, rank: -1, body: Body::NetTimes(times), ..record });
             }
-            // A long round must not keep what is complete waiting.
-            if number % 4096 == 4095 {
+            // A long round must not keep what is complete waiting, nor let the trace outgrow half of a small disk.
+            if number % 1024 == 1023 {
                 self.profiler.progress.fetch_add(1, Ordering::Relaxed);
                 self.advance(ticks);
             }

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use towline::trace::event::Body;
 
@@ -192,12 +192,12 @@ fn a_trace_whose_disk_others_fill_says_that_it_ends_and_the_job_goes_on() {
         .stdin(Stdio::piped())
         .spawn()
         .unwrap();
-    let patience = Instant::now();
-    let length = || check::traces(disk.path()).first().map_or(0, |file| file.metadata().unwrap().len());
-    while length() < 32 << 10 {
-        assert!(patience.elapsed() < Duration::from_secs(60), "{}", length());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let has_begun = || {
+        let files = check::traces(disk.path());
+        let file = files.first().filter(|file| file.metadata().unwrap().len() >= 32 << 10)?;
+        calls(file).contains(&0).then_some(())
+    };
+    crate::support::eventually("the first call is in the trace", Duration::from_secs(60), has_begun);
     disk.fill();
     child.stdin.take().unwrap().write_all(b"go on\n").unwrap();
     let output = super::finish(child);
