@@ -238,22 +238,6 @@ fn no_system_call_that_fails_for_a_moment_breaks_a_connection() {
     play("pressure::no_system_call_that_fails_for_a_moment_breaks_a_connection", &[]);
 }
 
-/// Between a call and the look at its result the peer's answer may come, on any stream, to another thread.
-#[test]
-fn nor_one_whose_threads_lose_the_processor_after_it() {
-    play("pressure::nor_one_whose_threads_lose_the_processor_after_it", &[("FAULTY_CALLS_PAUSES", "3")]);
-}
-
-#[test]
-fn nor_one_with_checksums() {
-    play("pressure::nor_one_with_checksums", &[("TOWLINE_CHECKSUM", "1")]);
-}
-
-#[test]
-fn nor_one_without_recovery() {
-    play("pressure::nor_one_without_recovery", &[("TOWLINE_RECOVERY", "0")]);
-}
-
 /// Set where the kernel has news of links all the time.
 const NEWS: &str = "TEST_NEWS";
 
@@ -282,8 +266,36 @@ fn nor_one_while_news_of_links_come_and_are_lost() {
     });
 }
 
-#[test]
-fn nor_one_that_is_encrypted() {
-    let (_dir, key) = crate::support::key_file();
-    play("pressure::nor_one_that_is_encrypted", &[("TOWLINE_KEY_FILE", key.to_str().expect("a path in UTF-8"))]);
+/// The same on other paths. Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    use super::*;
+
+    /// Between a call and the look at its result the peer's answer may come, on any stream, to another thread.
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn nor_one_whose_threads_lose_the_processor_after_it() {
+        play("pressure::long::nor_one_whose_threads_lose_the_processor_after_it", &[("FAULTY_CALLS_PAUSES", "3")]);
+    }
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn nor_one_with_checksums() {
+        play("pressure::long::nor_one_with_checksums", &[("TOWLINE_CHECKSUM", "1")]);
+    }
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn nor_one_without_recovery() {
+        play("pressure::long::nor_one_without_recovery", &[("TOWLINE_RECOVERY", "0")]);
+    }
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn nor_one_that_is_encrypted() {
+        let (_dir, key) = crate::support::key_file();
+        play(
+            "pressure::long::nor_one_that_is_encrypted",
+            &[("TOWLINE_KEY_FILE", key.to_str().expect("a path in UTF-8"))],
+        );
+    }
 }

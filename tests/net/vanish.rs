@@ -142,31 +142,6 @@ fn an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for()
 }
 
 #[test]
-fn a_peer_that_is_stopped_for_20_s_goes_on() {
-    if plays(stream_out, stream_in) || !available() {
-        return;
-    }
-    let test = "vanish::a_peer_that_is_stopped_for_20_s_goes_on";
-    std::thread::scope(|scope| {
-        for stop_receiver in [true, false] {
-            scope.spawn(move || {
-                let network = Network::new(1, 0);
-                let ends = Ends::start(test, &network.hosts, "3");
-                ends.wait_for("ready");
-                std::thread::sleep(Duration::from_millis(300));
-                let stopped = if stop_receiver { &ends.receiver } else { &ends.sender };
-                signal(stopped, libc::SIGSTOP);
-                std::thread::sleep(Duration::from_secs(20));
-                signal(stopped, libc::SIGCONT);
-                std::thread::sleep(Duration::from_secs(1));
-                ends.tell("stop");
-                ends.pass();
-            });
-        }
-    });
-}
-
-#[test]
 fn a_receive_that_is_posted_ten_timeouts_late_goes_on() {
     let sender = || {
         let comm = connect();
@@ -531,4 +506,35 @@ fn an_outage_while_a_connection_grows_is_waited_for() {
     std::thread::sleep(Duration::from_secs(8));
     network.mend(0, Cut::Silent);
     ends.pass();
+}
+
+/// Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn a_peer_that_is_stopped_for_20_s_goes_on() {
+        if plays(stream_out, stream_in) || !available() {
+            return;
+        }
+        let test = "vanish::long::a_peer_that_is_stopped_for_20_s_goes_on";
+        std::thread::scope(|scope| {
+            for stop_receiver in [true, false] {
+                scope.spawn(move || {
+                    let network = Network::new(1, 0);
+                    let ends = Ends::start(test, &network.hosts, "3");
+                    ends.wait_for("ready");
+                    std::thread::sleep(Duration::from_millis(300));
+                    let stopped = if stop_receiver { &ends.receiver } else { &ends.sender };
+                    signal(stopped, libc::SIGSTOP);
+                    std::thread::sleep(Duration::from_secs(20));
+                    signal(stopped, libc::SIGCONT);
+                    std::thread::sleep(Duration::from_secs(1));
+                    ends.tell("stop");
+                    ends.pass();
+                });
+            }
+        });
+    }
 }

@@ -156,7 +156,7 @@ pub(crate) fn play_forever() {
     comm.host.start(comm.context, COMM, hung.event, op);
     for seq in 0.. {
         let task = comm.enqueue(seq, 1024);
-        comm.progress(task, SHAPE, 1, 1, Pace { gpu: Duration::from_micros(50), ..Pace::NONE });
+        comm.progress(task, SHAPE, 1, 1, Pace { gpu: Duration::from_millis(1), ..Pace::NONE });
     }
 }
 
