@@ -277,19 +277,26 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     let variables: &[_] = &[IMPATIENT[0], IMPATIENT[1], ("TOWLINE_RECONNECT_TIMEOUT", "1")];
     let ends = Ends::connect(&Plan { variables, ..Plan::two_ports() });
     traffic(&ends, &mut Dice(7), 20, |_, _| ());
+    let (source, target) = (source(), vec![0; 50_000]);
+    // Before the loss: after it there may be no room for a receive until the connection has ended.
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.post_receive(&target) };
     let ports = || ends.send.base().adapters.iter();
     ports().for_each(|port| port.set_port_down(true));
     ends.send.with_fabric(|fabric| fabric.qps().iter().for_each(Qp::break_pair));
-    let (source, target) = (source(), vec![0; 50_000]);
-    // SAFETY: the target outlives the connection.
-    let received = unsafe { ends.post_receive(&target) };
     // SAFETY: the source outlives the connection.
     let sent = unsafe { ends.post_send(&source[..50_000]) };
+    let another = vec![0; 50_000];
+    // SAFETY: the memory outlives the connection.
+    let another = unsafe { ends.recv.irecv(&mut [posted(&another, 0)], &[null_mut()]) }.expect("irecv");
     let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no path is left").to_string();
     assert!(here.contains("all queue pairs were lost and none came back in time"), "{here}");
     let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
     assert_eq!(there.cause(), Cause::Remote);
     assert!(there.to_string().contains("all queue pairs were lost"), "{there}");
+    if let Some(another) = another {
+        end_of(|ticket| ends.recv.test(ticket), another).expect_err("nothing comes");
+    }
     ports().for_each(|port| port.set_port_down(false));
     ends.close();
 }
