@@ -56,7 +56,7 @@ case $how in
 address)
     [ ${#tests[@]} -gt 0 ] || tests=(lib abi::host cli::commands net::devices net::ordering net::lifecycle
         net::hostile net::versions net::versions::long net::placement net::events net::seal net::protocol net::slow net::descriptors net::routes
-        net::scale net::traffic_class net::faults net::faults::long net::vanish net::verdict profiler)
+        net::scale net::traffic_class net::faults net::faults::long net::vanish net::vanish::long net::verdict profiler)
     # The library is opened by a program that holds the sanitizer's runtime, and must find it there.
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Clink-arg=-Wl,--export-dynamic-symbol=__asan_*"
     export CARGO_TARGET_DIR=${target_dir:-$PWD/target/address}

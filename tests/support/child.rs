@@ -17,6 +17,10 @@ pub fn role() -> Option<String> {
 
 /// A command that runs the test `name` of this program in `role`.
 pub fn command(name: &str, role: &str) -> Command {
+    // A process that finds no test of the name passes.
+    if let Some(own) = std::thread::current().name().filter(|own| own.contains("::")) {
+        assert_eq!(own, name, "a child runs the test that starts it");
+    }
     let mut command = Command::new(std::env::current_exe().expect("a path"));
     adorn(&mut command, name, role);
     command
