@@ -1,8 +1,8 @@
 //! The parts that both backends share: the request slab, the completion poller, counters and NetPlugin events.
 //!
 //! The engine knows neither TCP nor verbs. A backend posts a transfer by taking a [`request::RequestSlots`] slot,
-//! moves it from inside [`poller::Source::poll`], and ends it through that slot. NCCL's thread and the worker
-//! threads run the same code: polling is a role, not a thread.
+//! moves it in the step that [`poller::Source::poll`] runs, and ends it through that slot. NCCL's thread and the worker
+//! threads run the same step: polling is a role, not a thread.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,8 +1,8 @@
 //! The completion poller: worker threads that move data when NCCL's own threads do not.
 //!
 //! Polling is a role. A [`Source`] is something that can make progress without waiting (a TCP stream, a completion
-//! queue, a listener). NCCL's thread calls a source's `poll` from inside `isend`, `irecv` and `test`. A [`Worker`]
-//! calls the same function in three cases: the kernel reports readiness, a thread kicks the source, or the time that
+//! queue, a listener). NCCL's thread runs the same step from inside `isend`, `irecv` and `test`. A [`Worker`]
+//! calls a source's `poll` in three cases: the kernel reports readiness, a thread kicks the source, or the time that
 //! the source requested has arrived.
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing happens.
@@ -49,7 +49,8 @@ pub struct Progress {
 
 /// Something that makes progress without waiting.
 pub trait Source: Send + Sync {
-    /// Moves all data that can be moved now. May be called from any thread, at any time, even without a reason.
+    /// Moves all data that can be moved now, or leaves it to a thread that polls anyway. May be called from any thread,
+    /// at any time, even without a reason.
     fn poll(&self) -> Progress;
 
     /// How long the worker polls for more work after something has moved.

@@ -145,7 +145,7 @@ variables! {
         help: "The most TCP streams that one connection may open, 16 at the very most. `auto` chooses by the rails and by \
                the cores that there are for each process of the job on this host, whose number the launcher says \
                (torchrun, MPI, DeepSpeed, Horovod, Slurm): with three or fewer, NCCL's own thread moves everything over \
-               one stream for each rail.",
+               one stream; with several rails, each rail has a further stream, which workers move.",
     }
     workers: Option<usize> {
         name: "TOWLINE_WORKERS",

@@ -15,6 +15,8 @@
 //! | `plugin::facade`, `plugin::process` | messages; the choice at the first `init`; one-sided operations and tuner, which are TCP's |
 //! | `session` | `FEATURE_BARE` (`handshake`, `acceptor`, `dialer::connect`), one bit, so two backends that take the bare socket look alike; `dialer::resume`, which only RDMA has |
 //! | `os::config` | the values of `TOWLINE_BACKEND` (`config::Backend`) |
+//! | `engine::events::sink`, `nccl::net_event`, `plugin::listener` | what an event says it was carried by (`Carrier`) |
+//! | `abi::properties` | what NCCL is told of a device (`is_tcp`) |
 //! | `lib.rs`, `Cargo.toml` | the module and its feature |
 //! | `cli` | `doctor`, and the option `--backend` |
 //! | `tests/sources/rooms.rs` | what each room may import |
@@ -288,7 +290,7 @@ pub(crate) struct Description {
     pub interfaces: Vec<String>,
     /// Bytes of messages that it has carried.
     pub bytes: u64,
-    /// A request is outstanding, so this side reads what arrives.
+    /// A request is outstanding, or ended a moment ago, so this side reads what arrives.
     pub is_polled: bool,
 }
 

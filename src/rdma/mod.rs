@@ -34,6 +34,7 @@
 //! | [`trouble`] | the meaning of a failed work request |
 //! | [`control`], [`sent_frames`], [`reconnect`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |
+//! | [`alarm`] | how a thread asks for care without the connection's lock |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
 //!

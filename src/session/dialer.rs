@@ -2,7 +2,7 @@
 //!
 //! A [`Dial`] is one request to be connected. The control thread drives it: connect, handshake, and after a failure
 //! another attempt over the next rail, until its deadline. Only the connecting side connects again after a break; a
-//! receiver that has lost all streams calls the connecting side ([`super::lifeline`]). The differences between the
+//! receiver that has lost streams calls the connecting side ([`super::lifeline`]). The differences between the
 //! purposes of a dial are in `purpose`.
 
 mod call;

@@ -212,7 +212,7 @@ pub enum Intent {
         /// Which epoch of that stream.
         epoch: u16,
     },
-    /// From the receiving side of a connection, which has lost all streams, to the sending side: this stream has ended;
+    /// From the receiving side of a connection, which has lost streams, to the sending side: this stream has ended;
     /// connect it again.
     Call {
         /// The connection's number.

@@ -10,22 +10,24 @@
 //!
 //! 1. The connection's place in the table of what NCCL holds (`engine::table`): shared, for the whole of `isend`,
 //!    `irecv` and `test`. Closing takes the connection out first and holds nothing.
-//! 2. A dial or an accepted socket (`session::dialer`, `session::acceptor`), while it advances its handshake.
+//! 2. A dial or an accepted socket (`session::dialer`, `session::acceptor`), while it advances its handshake. A dial
+//!    that ends may start another one, and takes that one's lock as well.
 //! 3. A stream ([`Stream::hold`], [`Stream::with_io`]), never two. Data is moved, and the socket called, under this
 //!    lock. On the same level, never with a stream: the sender's epoch numbers.
 //! 4. The state: bookkeeping, and copies of at most one chunk.
 //! 5. One of the small ones. Of a connection: `monitors`, `inquiry`, `deliveries`, `preferred_pairs`, `condemned`,
 //!    `outbox`, `fences`, `trouble`, `waiting`, `standstill`, `damage`, when [`Chores`] are due, the events' desk. Of
 //!    the process: the lists in [`Net`] and in `Shortages`, the store of copies ([`COPIES`](super::copies::COPIES)),
-//!    its [`Spread`](crate::engine::schedule::spread::Spread). A registration: of a stream, of [`Chores`], of
+//!    its [`Spread`](crate::engine::schedule::spread::Spread), the session's ports, accept queues and half-open
+//!    connections, the start of a worker. A registration: of a stream, of [`Chores`], of
 //!    `Shortages`.
 //! 6. Last: the request keys (also under `monitors`), [`Ended`] (also under `inquiry`), a worker's entries and its
 //!    doorbell (also under a registration).
 //!
-//! System calls under levels 4 to 6 are few: a wake-up (`eventfd`) or the first `epoll_ctl` under a registration,
+//! System calls under levels 4 to 6 are few: a wake-up (`eventfd`) under a registration, the start of a worker,
 //! `setsockopt` under `monitors`, a profiler's callback under the desk, the addresses of a socket under the state when
 //! an epoch begins. All locks but the first are mutexes that are held for one step of work: no thread waits for the
-//! network under one.
+//! network under one, but for the confirmation of a new connection (`session::wire::send_all`, 20 ms at most).
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -287,8 +289,9 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// Registers a socket with the worker of stream `index`. Every step of adding a stream that may fail is here, so
-    /// call this before the peer is notified and before anything changes on this side.
+    /// Registers a socket with the worker of stream `index`, or with the control thread for the first. Every step of
+    /// adding a stream that may fail is here, so call this before the peer is notified and before anything changes on
+    /// this side.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.

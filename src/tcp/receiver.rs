@@ -91,7 +91,7 @@ pub(crate) struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
-    /// Short messages arrive in it together with their header, in one system call, and are copied on. Of longer ones
+    /// Messages that fit arrive in it together with their header, in one system call, and are copied on. Of longer ones
     /// only the beginning passes through it, and the rest goes straight to its place. A second system call (about 0.5
     /// µs) is cheaper than copying more than this twice. 4 KiB of data are 8 KiB in NCCL's LL protocol, and fit
     /// together with their header.

@@ -43,8 +43,8 @@ pub type Key = usize;
 pub enum Admit {
     /// The first stream can take it now.
     Ready,
-    /// The other streams can take it now, or the first if it is alone.
-    Striped,
+    /// Workers can take it now, whole or in chunks, on the other streams; on the first if it is alone.
+    ForWorkers,
     /// It is not eager, and the receive is not posted yet.
     AwaitsReceiver,
     /// It is eager, but the receiver's staging window is full.
@@ -499,7 +499,7 @@ impl SendCore {
             Admit::AwaitsCredit
         } else if !short || hand_over && self.others > 0 {
             self.long.push_back(key);
-            Admit::Striped
+            Admit::ForWorkers
         } else {
             self.short.push_back(key);
             Admit::Ready
@@ -614,7 +614,7 @@ impl SendCore {
         let rest = message.length - message.assigned;
         // Each chunk costs two system calls, and ever smaller shares of the remaining bytes would be many chunks.
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
-        let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
+        let size = self.chunk_size(self.engaged.clamp(1, self.further_streams())).max(share).min(most);
         // A short message and an eager one are one frame, and a small remainder is not worth a frame of its own.
         let whole =
             message.eager || message.length <= EAGER_MAX || self.answers_are_late() && message.length <= EAGER_MAX_FAR;
@@ -645,8 +645,8 @@ impl SendCore {
         self.roomy |= carrying.fold(0, |bits, index| bits | 1 << index);
     }
 
-    /// How many streams share the long messages.
-    fn carriers(&self) -> u64 {
+    /// How many further streams live: at most so many share a long message.
+    fn further_streams(&self) -> u64 {
         self.others.max(1)
     }
 
@@ -718,7 +718,7 @@ impl SendCore {
             return false;
         }
         let (fastest, best) = self.fastest();
-        let others = if self.carrier.is_some() { 1 } else { self.carriers().saturating_sub(1).max(1) };
+        let others = if self.carrier.is_some() { 1 } else { self.further_streams().saturating_sub(1).max(1) };
         let is_better_left = stream.pace.is_slow(best)
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
@@ -914,7 +914,7 @@ impl SendCore {
     /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: it has just
     /// received them.
     fn land(&mut self, index: usize, frames: u64, timed: bool, done: &mut Vec<Key>) {
-        let carriers = self.carriers();
+        let further = self.further_streams();
         let had_room = self.streams[index].has_room();
         let stream = &mut self.streams[index];
         for _ in stream.acked..frames {
@@ -936,7 +936,7 @@ impl SendCore {
             self.delivered += u64::from(flight.length);
             // The time that shorter ones are under way does not show the path's rate.
             if timed && u64::from(flight.length) >= CHUNK_MIN {
-                stream.window.delivered(flight.queued, self.delivered - flight.delivered, carriers);
+                stream.window.delivered(flight.queued, self.delivered - flight.delivered, further);
             }
             let message = &mut self.messages[flight.key];
             message.acked += u64::from(flight.length);
@@ -1163,7 +1163,7 @@ mod tests {
     fn over_a_long_path_what_fits_a_chunk_waits_for_no_receive_and_no_acknowledgement() {
         let mut core = far(true);
         for index in [1, 0, 2] {
-            assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::Striped);
+            assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::ForWorkers);
             let chunk = core.next_chunk(index).expect("every stream takes part");
             assert!(chunk.copied && u64::from(chunk.length) == EAGER_MAX_FAR && chunk.header.flags & EAGER != 0);
         }
@@ -1174,7 +1174,7 @@ mod tests {
     fn over_a_long_path_there_is_credit_for_more_and_when_it_comes_back_all_streams_look() {
         let mut core = far(true);
         let mut posted = 0;
-        while core.post(EAGER_MAX_FAR, 0, true).unwrap().1 == Admit::Striped {
+        while core.post(EAGER_MAX_FAR, 0, true).unwrap().1 == Admit::ForWorkers {
             posted += 1;
         }
         assert_eq!(
@@ -1203,11 +1203,11 @@ mod tests {
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver, "the network is not full yet");
         core.choose_carrier(true);
-        assert_eq!(core.post(LENGTH, 0, true).unwrap().1, Admit::Striped);
+        assert_eq!(core.post(LENGTH, 0, true).unwrap().1, Admit::ForWorkers);
         let chunk = core.next_chunk(1).expect("it carries all");
         core.written(1);
         assert!(chunk.copied && u64::from(chunk.length) == LENGTH && chunk.header.flags & EAGER != 0);
-        while core.post(LENGTH, 0, true).unwrap().1 == Admit::Striped {}
+        while core.post(LENGTH, 0, true).unwrap().1 == Admit::ForWorkers {}
         assert!((STREAM_WINDOW - LENGTH..=STREAM_WINDOW).contains(&core.credit_out()));
         while core.next_chunk(1).is_some() {
             core.written(1);
@@ -1230,7 +1230,7 @@ mod tests {
         (0..3).for_each(|stream| core.stream_up(stream, 0));
         core.choose_carrier(true);
         let post = |core: &mut SendCore, length, tag| core.post(length, tag, false).unwrap().1;
-        while post(&mut core, 128 << 10, 1) == Admit::Striped {}
+        while post(&mut core, 128 << 10, 1) == Admit::ForWorkers {}
         assert_eq!(post(&mut core, 8, 2), Admit::Ready, "another tag, whose receive may be posted");
         assert_eq!(post(&mut core, 8, 1), Admit::Ready);
         core.choose_carrier(false);
@@ -1252,7 +1252,7 @@ mod tests {
             assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Ready, "no other stream");
             core.stream_up(1, 0);
             assert_eq!(core.post(EAGER_MAX, 0, false).unwrap().1, Admit::Ready, "NCCL's thread has time");
-            assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Striped);
+            assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::ForWorkers);
             assert!((0..3).all(|_| core.next_chunk(0).is_none_or(|chunk| chunk.key < 2)));
             assert!(core.next_chunk(1).is_some());
         }
@@ -1276,7 +1276,7 @@ mod tests {
     fn an_older_peer_over_a_long_path_gets_whole_messages_when_it_is_clear_to_send() {
         let mut core = far(false);
         core.clear_to_send(0, 0, EAGER_MAX_FAR).unwrap();
-        assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::Striped);
+        assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::ForWorkers);
         let chunk = core.next_chunk(1).unwrap();
         assert!(chunk.copied && u64::from(chunk.length) == EAGER_MAX_FAR && chunk.header.flags & EAGER == 0);
         assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver);
@@ -1454,7 +1454,7 @@ mod tests {
         // A message for one stream does not wait behind anything.
         let mut core = with_ready(&[]);
         for (length, first) in [(20_000, 1), (30_000, 2), (10_000, 3)] {
-            assert_eq!(core.post(length, 0, true).unwrap().1, Admit::Striped);
+            assert_eq!(core.post(length, 0, true).unwrap().1, Admit::ForWorkers);
             assert_eq!(engaged(&mut core, length), [first]);
             assert!(core.next_chunk(usize::from(first)).is_some());
         }
@@ -1463,7 +1463,7 @@ mod tests {
         assert_eq!(engaged(&mut with_slow(&[3 * CHUNK]), 3 * CHUNK), [2, 3, 4]);
         assert_eq!(engaged(&mut with_slow(&[8 * CHUNK]), 8 * CHUNK), [2, 3, 4, 1]);
         let mut core = with_slow(&[]);
-        assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Striped);
+        assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::ForWorkers);
         assert_eq!(engaged(&mut core, EAGER_MAX), [2]);
         // Another rail is another wire: the stream with the least to do, up to one for each chunk.
         let mut core = with_ready(&[4 * CHUNK]);

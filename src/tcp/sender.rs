@@ -493,9 +493,9 @@ impl SendConn {
                     self.wake_streams(length as u64);
                 }
             }
-            Ok((_, Admit::Striped)) => {
+            Ok((_, Admit::ForWorkers)) => {
                 self.wake_streams(length as u64);
-                // No work: only releases the stream, and serves what others left meanwhile.
+                // No work of its own: serves what others left on the first stream meanwhile.
                 self.run_held(held, 0, 0);
             }
             Ok((key, Admit::AwaitsReceiver)) => {
@@ -568,7 +568,7 @@ impl SendConn {
             self.requests.complete_part(ticket.slot, 0, length as u64);
         }
         match admit {
-            Admit::Ready | Admit::Striped => {}
+            Admit::Ready | Admit::ForWorkers => {}
             Admit::AwaitsReceiver => Counters::count(&self.counters.stalls_receiver, 1),
             Admit::AwaitsCredit => Counters::count(&self.counters.stalls_credit, 1),
         }
@@ -647,7 +647,7 @@ impl SendConn {
         let (streams, count) = self.state().core.engage(length, one);
         for &index in &streams[..count] {
             match index {
-                // NCCL's thread is in this call, or will be soon.
+                // By NCCL's thread in `isend`, or by the thread that has read the clear-to-send.
                 0 => {
                     self.run(0, WRITE);
                 }

@@ -4,8 +4,9 @@
 //! its work ([`READ`], [`WRITE`], [`SEND`]) to the stream's pending work, and the holder does that before it releases
 //! the stream. So to move data no thread waits. Other operations ([`Stream::with_io`], [`Stream::take`],
 //! [`Stream::end`]) wait until the holder has released the stream: recovery, closing, and a query about a message that
-//! waits for its receive, which NCCL's thread queues in `isend` and `test`. The holder never waits for the socket, so
-//! such a wait is for another thread's work, not for the network.
+//! waits for its receive, which NCCL's thread queues in `isend` and `test`. The holder does not wait for the socket
+//! (only the confirmation of a new connection may, for up to 20 ms), so such a wait is for another thread's work, not
+//! for the network.
 //!
 //! A thread that only polls ([`Stream::poll_once`]) adds nothing: it will poll again, and the work of a thread that
 //! polls in a loop would keep the holder for ever.
@@ -211,7 +212,8 @@ impl<Io> Stream<Io> {
         *self.registration() = Some(registration);
     }
 
-    /// Makes the stream's worker run it.
+    /// Asks the stream's poller to run it: its worker, or the control thread for the first stream, which leaves it to
+    /// NCCL's thread if that polls.
     pub(crate) fn kick(&self) {
         if let Some(registration) = &*self.registration() {
             registration.kick();

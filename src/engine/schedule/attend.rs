@@ -44,7 +44,7 @@ impl Attention {
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
-    /// Whether the control thread polls: a request is outstanding, or one ended less than a second ago.
+    /// Whether the control thread polls: a request is outstanding, or one ended within the last 130 ms or so.
     pub(crate) fn is_polling(&self) -> bool {
         self.attending.load(Ordering::Relaxed)
     }

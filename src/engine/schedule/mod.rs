@@ -9,10 +9,14 @@
 //!
 //! | thread | streams | when |
 //! |---|---|---|
-//! | NCCL's proxy thread | the first | inside each `isend`, `irecv` and `test` of the connection |
+//! | NCCL's proxy thread | the first | inside `isend`, `irecv` and `test`, when the call has something to send or its request is not done |
 //! | the worker that owns the stream | the further ones | the kernel reports readiness, or another thread kicks the stream |
 //! | another worker ([`poller`](super::poller), work stealing) | the further ones | that worker has nothing to do, and the owner sleeps or has not run for [`constants::LATE`] |
 //! | the control thread | any | the first stream, when NCCL has not called for a millisecond ([`attend`]); a stream for which the kernel had no memory; a stream that ended |
+//!
+//! For a moment others serve one: a thread that closes the connection or finds it failed runs all streams; NCCL's
+//! thread writes queries on a further stream while the first is down; a worker that reads a clear-to-send runs the
+//! first stream where that carries the message.
 //!
 //! # A message of N bytes
 //!
@@ -24,7 +28,7 @@
 //! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first; over a full network one further stream ([`spread`]) | yes |
 //!
 //! A connection with a single stream carries everything on it, by NCCL's thread. Over a long path
-//! (`tcp::limits::is_far`) every other message above [`constants::INLINE_MAX`] is for all streams. Over several rails
+//! (`tcp::limits::is_far`) all other messages above [`constants::INLINE_MAX`] are for all streams. Over several rails
 //! each rail takes part, as far as there are chunks. Over a long path, and over a full network, messages up to
 //! [`constants::CHUNK_MAX`] wait for no clear-to-send, if the peer has room for them (`tcp::limits`).
 //!

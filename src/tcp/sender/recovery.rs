@@ -20,7 +20,7 @@ use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::streams::Checked;
 
 impl SendConn {
-    /// A stream died under a connection that can continue. Queries the receiver, over another stream, how many of its
+    /// A stream died under a connection that can continue. Queries the receiver, over every stream, how many of its
     /// frames were received, and starts to reconnect it.
     pub(super) fn repair(&self, index: usize, error: &io::Error) {
         tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
@@ -213,11 +213,7 @@ impl SendConn {
     pub(super) fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.own.condemned));
         for (index, epoch, frames) in condemned {
-            self.lose_epoch(
-                index,
-                epoch,
-                io::Error::new(io::ErrorKind::TimedOut, "the receiver received nothing on it"),
-            );
+            self.lose_epoch(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver gave it up"));
             // Does nothing to an epoch that is over.
             if let Err(error) = self.fenced(index, epoch, frames) {
                 self.fail(error.with_peer(&self.peer));

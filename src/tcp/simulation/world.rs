@@ -227,7 +227,7 @@ impl World {
             }
             self.ledger.send_began(key, self.sent);
             self.sent += 1;
-            if admit == Admit::Striped || admit == Admit::Ready && !self.wires[0].sender_has_it {
+            if admit == Admit::ForWorkers || admit == Admit::Ready && !self.wires[0].sender_has_it {
                 self.wake_streams(length);
             }
         }
