@@ -119,7 +119,8 @@ pub(crate) trait Streams: ConnectingSide {
     /// `TCP_MAXSEG` for a new stream over a pair of rails.
     fn segment(&self, pair: usize) -> Option<u32>;
 
-    /// Registers the socket of a stream with a worker, or with the control thread. Every step of adding a stream that may fail is done here.
+    /// Registers the socket of a stream with a worker, or with the control thread. Every step of adding a stream that may
+    /// fail is done here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.

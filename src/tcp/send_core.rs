@@ -645,7 +645,7 @@ impl SendCore {
         self.roomy |= carrying.fold(0, |bits, index| bits | 1 << index);
     }
 
-    /// How many further streams live: at most so many share a long message.
+    /// How many further streams live, 1 if none does: at most so many share a long message.
     fn further_streams(&self) -> u64 {
         self.others.max(1)
     }

@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 /// Which part of a test the process plays.
@@ -17,10 +18,6 @@ pub fn role() -> Option<String> {
 
 /// A command that runs the test `name` of this program in `role`.
 pub fn command(name: &str, role: &str) -> Command {
-    // A process that finds no test of the name passes.
-    if let Some(own) = std::thread::current().name().filter(|own| own.contains("::")) {
-        assert_eq!(own, name, "a child runs the test that starts it");
-    }
     let mut command = Command::new(std::env::current_exe().expect("a path"));
     adorn(&mut command, name, role);
     command
@@ -28,9 +25,20 @@ pub fn command(name: &str, role: &str) -> Command {
 
 /// Adds to a command (a wrapper such as `ip netns exec` before this program) what makes it run the test `name`.
 pub fn adorn(command: &mut Command, name: &str, role: &str) {
+    assert!(is_test(name), "no test is called {name}");
     command.args(["--exact", name, "--include-ignored", "--nocapture", "--test-threads=1"]).env(ROLE, role);
     // The runner's own variables would change what the child prints.
     command.env_remove("RUST_TEST_THREADS").env_remove("NEXTEST");
+}
+
+/// Whether this program has a test of this name. A process that finds none passes.
+fn is_test(name: &str) -> bool {
+    static ALL: LazyLock<String> = LazyLock::new(|| {
+        let program = std::env::current_exe().expect("a path");
+        let listed = Command::new(program).arg("--list").output().expect("the test program starts again");
+        String::from_utf8(listed.stdout).expect("text")
+    });
+    ALL.lines().any(|line| line.strip_suffix(": test") == Some(name))
 }
 
 /// Runs the test `name` in a process of its own with these variables, by calling `body` there.
