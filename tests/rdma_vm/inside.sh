@@ -2,8 +2,8 @@
 # What suite.sh runs inside the test machine: inside.sh RELEASE DEBUG NAME=FILE…, the folders of the release build and of
 # the tests' build, and the test programs. A part of one is called PROGRAM::MODULE.
 #
-# What passes is written to /out/passed, a line each, and /out/hangs when a module hangs. A second machine gets the lines in
-# PASSED and leaves these modules out.
+# Modules that pass are written to /out/passed and those that fail to /out/failed, a line each; /out/hangs names the test
+# that hung. A second machine gets the passed ones in PASSED and leaves them out.
 #
 # Tests that take links down or count what the whole kernel holds run first and alone. The others run in two rows side by
 # side, since the machine has two processors; in each row one test at a time.
@@ -53,12 +53,15 @@ run() {
         tests/rdma_vm/limited.sh "$limit" "$file" --test-threads 1 --include-ignored --exact "${failed[@]}" || result=$?
         [ "$result" != 0 ] || printf '%s\n' "${failed[@]/#/$name }" >>/tmp/unstable
     fi
-    # The last test that began, for the end of the log.
-    [ "$result" != 124 ] ||
-        sed '/HANGS: after/q' "$log" | sed -n 's/^test \([^ ]*\) \.\.\. .*/\1/p' | tail -n 1 >/out/hangs
-    rm -f "$log"
     awk -v what="$what" "BEGIN { printf \"# %s: %.1f s, processors busy for %.1f s\\n\", what, $(uptime) - $start, $(busy) - $used }"
-    if [ "$result" = 0 ]; then echo "$what" >>/out/passed; else failures+=("$what"); fi
+    case $result in
+    0) echo "$what" >>/out/passed ;;
+    # The last test that began.
+    124) sed '/HANGS: after/q' "$log" | sed -n 's/^test \([^ ]*\) \.\.\. .*/\1/p' | tail -n 1 >/out/hangs ;;
+    *) echo "$what" >>/out/failed ;;
+    esac
+    [ "$result" = 0 ] || failures+=("$what")
+    rm -f "$log"
 }
 # Runs the tests of a row, its output marked with the row's number; its failures and a last word go into a file.
 row() {
