@@ -529,12 +529,14 @@ impl SendConn {
         Ok(Some(ticket))
     }
 
-    /// Whether workers send a message. Of messages up to 64 KiB, the longer ones are left to a worker that is awake.
-    /// Waking a worker takes longer than sending the message here. It is worth it only if this thread has too much to
-    /// do, or the path is long and one stream carries little.
+    /// Whether workers send a message, over the further streams if there are any. Of messages up to 64 KiB, the longer
+    /// ones are left to a worker that is awake. Waking a worker takes longer than sending the message here. It is worth
+    /// it only if this thread has too much to do, or the path is long and one stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
-        length > OWN_MAX && (load::is_high() || length > INLINE_MAX && (self.own.far || self.streams[1].is_awake()))
+        length > OWN_MAX
+            && self.health.live() > 1
+            && (load::is_high() || length > INLINE_MAX && (self.own.far || self.streams[1].is_awake()))
     }
 
     /// Posts a message to the core.

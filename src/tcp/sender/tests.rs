@@ -370,7 +370,7 @@ fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
 #[test]
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
-    for size in [8, 500, 8 << 10] {
+    for size in [8, 500, 8 << 10, INLINE_MAX as usize] {
         let (conn, mut theirs) = connected();
         let bytes = vec![7; size];
         let mut frame = vec![0; HEADER + size];
@@ -515,10 +515,9 @@ fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
 /// Several channels send at once: NCCL's thread moves the first message and workers the rest.
 #[test]
 fn a_thread_that_has_copied_much_leaves_all_but_short_messages_to_workers() {
-    let (ours, _theirs) = loopback::sockets();
-    let net = loopback::net(Config::default());
-    let link = loopback::link(&loopback::deaf());
-    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let (conn, _theirs) = connected();
+    let (second, _other_end) = loopback::sockets();
+    Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
     // The load is the thread's own: another test may have run in this one.
     let alone = std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
