@@ -529,9 +529,9 @@ impl SendConn {
         Ok(Some(ticket))
     }
 
-    /// Whether workers send a message, over the further streams if there are any. Of messages up to 64 KiB, the longer
-    /// ones are left to a worker that is awake. Waking a worker takes longer than sending the message here. It is worth
-    /// it only if this thread has too much to do, or the path is long and one stream carries little.
+    /// Whether workers send a message. Of messages up to 64 KiB, the longer ones are left to a worker that is awake.
+    /// Waking a worker takes longer than sending the message here. It is worth it only if this thread has too much to
+    /// do, or the path is long and one stream carries little. On a connection with one stream this thread sends all.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
         length > OWN_MAX
@@ -646,7 +646,11 @@ impl SendConn {
     /// Starts as many streams as a message can use. Without further streams the calling thread sends it on the first.
     fn wake_streams(&self, length: u64) {
         let one = self.own.one_rail && self.net.spread.uses_one_stream();
-        let (streams, count) = self.state().core.engage(length, one);
+        let (streams, count, reads) = {
+            let core = &mut self.state().core;
+            let (streams, count) = core.engage(length, one);
+            (streams, count, count == 0 && core.should_read_acks())
+        };
         for &index in &streams[..count] {
             match index {
                 // By NCCL's thread in `isend`, or by the thread that has read the clear-to-send.
@@ -657,7 +661,7 @@ impl SendConn {
             }
         }
         if count == 0 {
-            self.run(0, WRITE);
+            self.run(0, if reads { READ | WRITE } else { WRITE });
         }
     }
 }

@@ -370,8 +370,15 @@ fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
 #[test]
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
-    for size in [8, 500, 8 << 10, INLINE_MAX as usize] {
-        let (conn, mut theirs) = connected();
+    // A longer message is done at once over a long path.
+    for (size, far) in [(8, false), (500, false), (8 << 10, false), (INLINE_MAX as usize, false), (100_000, true)] {
+        let (ours, mut theirs) = loopback::sockets();
+        let mut link = loopback::link(&loopback::deaf());
+        if far {
+            (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
+        }
+        let net = loopback::net(Config { streams: Some(1), ..Config::default() });
+        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
         let bytes = vec![7; size];
         let mut frame = vec![0; HEADER + size];
         let (mut returned, mut requested, mut most) = (0, 0, 0);
@@ -516,11 +523,14 @@ fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
 #[test]
 fn a_thread_that_has_copied_much_leaves_all_but_short_messages_to_workers() {
     let (conn, _theirs) = connected();
-    let (second, _other_end) = loopback::sockets();
-    Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
     // The load is the thread's own: another test may have run in this one.
     let alone = std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
+            load::copied(1 << 30);
+            assert!(!conn.is_for_workers(OWN_MAX + 1), "there is no further stream");
+            std::thread::sleep(Duration::from_nanos(2 * LATELY_NS));
+            let (second, _other_end) = loopback::sockets();
+            Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
             let before = conn.is_for_workers(INLINE_MAX);
             // If this thread is delayed in between, it tries again.
             let began = Instant::now();
