@@ -292,7 +292,9 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no path is left").to_string();
     assert!(here.contains("all queue pairs were lost and none came back in time"), "{here}");
     let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
-    assert_eq!(there.cause(), Cause::Remote);
+    // Both ends use these ports, so the receiver may see the first go down while the second is still up.
+    let cause = if there.to_string().contains("the port went down") { Cause::System } else { Cause::Remote };
+    assert_eq!(there.cause(), cause, "{there}");
     assert!(there.to_string().contains("all queue pairs were lost"), "{there}");
     if let Some(another) = another {
         end_of(|ticket| ends.recv.test(ticket), another).expect_err("nothing comes");
