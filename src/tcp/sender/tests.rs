@@ -1,7 +1,7 @@
 //! Races between two threads that serve streams of one connection.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -118,10 +118,7 @@ fn workers_poll_longer_while_few_short_messages_are_open_and_not_for_many_on_a_f
 fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
     let net = loopback::net(Config::default());
     let deaf = loopback::deaf();
-    let (ours, mut theirs) = loopback::sockets();
-    let mut link = loopback::link(&deaf);
-    (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
-    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let (conn, mut theirs) = connected_over(net, far(&deaf));
     let mut bytes = vec![7; 512 << 10];
     // SAFETY: the bytes outlive the request, and no profiler is loaded.
     let ticket = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
@@ -353,9 +350,18 @@ fn connected() -> (Arc<SendConn>, TcpStream) {
 
 /// The same, of this backend.
 fn connected_in(net: Arc<Net>) -> (Arc<SendConn>, TcpStream) {
+    connected_over(net, loopback::link(&loopback::deaf()))
+}
+
+fn connected_over(net: Arc<Net>, link: Link) -> (Arc<SendConn>, TcpStream) {
     let (ours, theirs) = loopback::sockets();
-    let link = loopback::link(&loopback::deaf());
     (SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched"), theirs)
+}
+
+/// A path with a round trip of 50 ms, to a peer that has room for it.
+fn far(remote: &TcpListener) -> Link {
+    let features = FEATURE_RECOVERY | FEATURE_FAR;
+    Link { round_trip: Duration::from_millis(50), features, ..loopback::link(remote) }
 }
 
 /// Reads a frame of this size, and returns its header.
@@ -371,14 +377,10 @@ fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
     // A longer message is done at once over a long path.
-    for (size, far) in [(8, false), (500, false), (8 << 10, false), (INLINE_MAX as usize, false), (100_000, true)] {
-        let (ours, mut theirs) = loopback::sockets();
-        let mut link = loopback::link(&loopback::deaf());
-        if far {
-            (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
-        }
+    let near: fn(&TcpListener) -> Link = loopback::link;
+    for (size, link) in [(8, near), (500, near), (8 << 10, near), (INLINE_MAX as usize, near), (100_000, far)] {
         let net = loopback::net(Config { streams: Some(1), ..Config::default() });
-        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+        let (conn, mut theirs) = connected_over(net, link(&loopback::deaf()));
         let bytes = vec![7; size];
         let mut frame = vec![0; HEADER + size];
         let (mut returned, mut requested, mut most) = (0, 0, 0);
@@ -503,10 +505,8 @@ fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
 #[test]
 fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
     for features in [0, FEATURE_RECOVERY] {
-        let (ours, mut theirs) = loopback::sockets();
         let link = Link { features, ..loopback::link(&loopback::deaf()) };
-        let net = loopback::net(Config::default());
-        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+        let (conn, mut theirs) = connected_over(loopback::net(Config::default()), link);
         let header = Header { length: 1 << 20, total: 1 << 20, ..Header::of(Type::Data, 0) };
         theirs.write_all(&[&header.encode()[..], &[7; 64 * HEADER]].concat()).expect("it lives");
         loopback::wait_until("it is not noticed", || {
