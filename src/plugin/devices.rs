@@ -149,6 +149,11 @@ impl Plan {
         Self { rails: Vec::new(), ports: Vec::new(), pci_path: None, guid: stable_hash(b"none"), port: 0 }
     }
 
+    /// Whether it is [`Plan::stand_in`].
+    fn is_stand_in(&self) -> bool {
+        self.rails.is_empty() && self.ports.is_empty()
+    }
+
     /// A device of these rails, with what `sysfs` has about the first running one and the hardware addresses of all.
     pub(crate) fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
         let first = rails.iter().find(|rail| rail.running).or(rails.first());

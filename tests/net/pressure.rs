@@ -42,7 +42,8 @@ fn insist<T>(what: &str, log: &Capture, failures: &AtomicUsize, mut attempt: imp
         match attempt() {
             Ok(made) => Some(made),
             Err(code) => {
-                assert!(matches!(code, Code::SystemError | Code::RemoteError), "{what}: {code:?}");
+                let is_theirs = matches!(code, Code::SystemError | Code::RemoteError);
+                assert!(is_theirs, "{what}: {code:?}: {:?}", log.records().split_off(said));
                 // Another thread may write the line, after the failure can be seen.
                 eventually(&format!("why {what} failed with {code:?} is said"), PATIENCE, || {
                     let lines = log.records().split_off(said);

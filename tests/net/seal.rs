@@ -533,6 +533,29 @@ fn with_a_key_that_cannot_be_used_nccl_stays_with_the_plugin_and_nothing_connect
     }
 }
 
+/// NCCL counts the devices once, so the one that stood in is the one that it asks to connect.
+#[test]
+fn a_process_whose_first_init_found_no_interface_connects_after_one_that_does() {
+    const NAME: &str = "seal::a_process_whose_first_init_found_no_interface_connects_after_one_that_does";
+    let key = key_file(KEY);
+    for version in ["12", "8"] {
+        let variables = [("TOWLINE_KEY_FILE", key.path.as_str()), ("VERSION", version)];
+        child::alone(NAME, &variables, || {
+            let is_newest = std::env::var("VERSION").is_ok_and(|version| version == "12");
+            let net = crate::support::net(if is_newest { ApiVersion::V12 } else { ApiVersion::V8 });
+            set("NCCL_SOCKET_IFNAME", Some("=nosuch0"));
+            connects_to_nobody(&net.init().expect("init"), "no interface");
+            set("NCCL_SOCKET_IFNAME", Some("lo"));
+            let context = net.init().expect("init again");
+            let pair = Pair::connect(&context, 0).expect("a connection");
+            assert!(pair.transfer(pattern(1, 1000)).expect("a transfer") == pattern(1, 1000));
+        });
+        if child::role().is_some() {
+            return;
+        }
+    }
+}
+
 /// Sets or removes a variable of this process.
 fn set(name: &str, value: Option<&str>) {
     // SAFETY: a child that runs one test; its other threads, the transport's, read no variables.

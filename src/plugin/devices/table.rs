@@ -62,7 +62,8 @@ impl Table {
     pub(crate) fn load(&self, plans: Vec<Plan>) {
         let mut state = self.state();
         state.loaded = Some(plans);
-        if state.devices.is_empty() {
+        // NCCL may have counted a device that stands in and not count again: it must get one that connects.
+        if state.devices.iter().all(|device| device.plan.is_stand_in()) {
             state.take_loaded();
         }
     }
@@ -383,6 +384,18 @@ mod tests {
         table.load(vec![plan("ib0", 100_000)]);
         assert_eq!((table.count(), name(&table, 0).as_str()), (1, "ib0"));
         assert!(table.properties(1).is_err());
+    }
+
+    #[test]
+    fn what_stands_in_for_devices_is_replaced_at_once() {
+        let table = Table::new();
+        table.load(vec![Plan::stand_in()]);
+        assert_eq!((table.count(), name(&table, 0).as_str()), (1, "none"));
+        table.load(plans(2));
+        assert_eq!(table.binding(0).expect("a device").rails.len(), 1, "NCCL does not count again");
+        assert_eq!((name(&table, 0).as_str(), name(&table, 1).as_str()), ("eth0", "eth1"));
+        table.load(vec![Plan::stand_in()]);
+        assert_eq!(name(&table, 0), "eth0", "devices stay until they are counted");
     }
 
     #[test]
