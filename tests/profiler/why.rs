@@ -722,17 +722,19 @@ mod long {
         let is_traced = ranks < 8;
         let more = if is_traced { &TRACED[..] } else { &[SOON] };
         let running = Job::prepare(dir.path(), ranks, "healthy", "healthy", VERSION, more);
-        let (mut all_seen, mut unanswered) = (false, 0);
-        for look in 0..looks {
+        let mut all_seen = false;
+        // A busy machine gives some of the processes, or all, no time for seconds: such a look is repeated.
+        let (mut answered, end) = (0, Instant::now() + Duration::from_secs(240));
+        while answered < looks {
+            assert!(Instant::now() < end, "job {job} of {ranks} ranks: {answered} of {looks} looks were answered");
             let (said, code) = why(dir.path());
-            // A busy machine gives some of the processes, or all, no time for seconds.
             let seen = said["processes"].as_u64();
-            assert_eq!(code, if seen == Some(0) { 2 } else { 0 }, "job {job} of {ranks} ranks, look {look}: {said}");
+            assert_eq!(code, if seen == Some(0) { 2 } else { 0 }, "job {job} of {ranks} ranks: {said}");
             all_seen |= seen == Some(ranks as u64);
-            unanswered += usize::from(seen == Some(0));
+            answered += usize::from(seen != Some(0));
             std::thread::sleep(Duration::from_millis(300));
         }
-        assert!(all_seen && unanswered <= looks / 10, "job {job} of {ranks} ranks: {unanswered} looks unanswered");
+        assert!(all_seen, "job {job} of {ranks} ranks: never all at once");
         let warned: Vec<String> = (0..ranks).flat_map(|rank| warnings(dir.path(), rank)).collect();
         assert!(warned.is_empty(), "job {job} of {ranks} ranks: {warned:?}");
         drop(running);

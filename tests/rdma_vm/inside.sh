@@ -50,7 +50,8 @@ run() {
     [ -n "${failed[0]}" ] || failed=()
     if [ "$result" = 101 ] && [ ${#failed[@]} -gt 0 ] && [ ${#failed[@]} -le 2 ]; then
         result=0
-        tests/rdma_vm/limited.sh "$limit" "$file" --test-threads 1 --include-ignored --exact "${failed[@]}" || result=$?
+        tests/rdma_vm/limited.sh "$limit" "$file" --test-threads 1 --include-ignored --exact "${failed[@]}" >"$log" 2>&1 || result=$?
+        cat "$log"
         [ "$result" != 0 ] || printf '%s\n' "${failed[@]/#/$name }" >>/tmp/unstable
     fi
     awk -v what="$what" "BEGIN { printf \"# %s: %.1f s, processors busy for %.1f s\\n\", what, $(uptime) - $start, $(busy) - $used }"
@@ -58,7 +59,11 @@ run() {
     0) echo "$what" >>/out/passed ;;
     # The last test that began.
     124) sed '/HANGS: after/q' "$log" | sed -n 's/^test \([^ ]*\) \.\.\. .*/\1/p' | tail -n 1 >/out/hangs ;;
-    *) echo "$what" >>/out/failed ;;
+    *)
+        echo "$what" >>/out/failed
+        # For the end, since a long log may be shown only from there.
+        { echo "# $what:"; grep -A 2 'panicked at' "$log" | head -n 24; } >>/tmp/reasons
+        ;;
     esac
     [ "$result" = 0 ] || failures+=("$what")
     rm -f "$log"
@@ -128,4 +133,7 @@ if [ ! -e /out/hangs ]; then
 fi
 printf '# all in %.0f s\n' "$(uptime)"
 [ ! -e /tmp/unstable ] || sed 's/^/UNSTABLE (failed, and passed when repeated): /' /tmp/unstable
-[ ${#failures[@]} = 0 ] || { printf 'FAILED: %s\n' "${failures[@]}"; exit 1; }
+[ ${#failures[@]} != 0 ] || exit 0
+[ ! -e /tmp/reasons ] || cat /tmp/reasons
+printf 'FAILED: %s\n' "${failures[@]}"
+exit 1
