@@ -35,7 +35,9 @@ impl Picture {
     fn of(version: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         super::run(&format!("devices:{version}"), dir.path(), &[]);
-        let bytes = std::fs::read(&check::traces(dir.path())[0]).unwrap();
+        let trace = &check::traces(dir.path())[0];
+        assert_eq!(check::load(trace).processes[0].dropped, 0, "the picture is whole when no event was dropped");
+        let bytes = std::fs::read(trace).unwrap();
         let (mut picture, mut categories) = (Self::default(), HashMap::new());
         for packet in Packets::new(&bytes) {
             for entry in packet.interned_data.iter().flat_map(|data| &data.event_categories) {
