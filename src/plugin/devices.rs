@@ -9,7 +9,8 @@
 //! - After the plugin was reloaded, NCCL reads the count and must get the physical devices only; then it makes its
 //!   virtual devices anew. If the plugin was kept instead, NCCL uses the old numbers and does not read the count.
 //!   Nothing else distinguishes the two cases. So after [`Table::load`] the old devices stay valid until the next
-//!   count, and old virtual devices can be looked up until a new one is made.
+//!   count, and old virtual devices can be looked up until a new one is made. Only a [`Plan::stand_in`], which
+//!   carries nothing, is bound to the first new device at once.
 //! - The same members give the same virtual device.
 //! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are stored only
 //!   once, so reloading does not grow.

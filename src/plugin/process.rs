@@ -157,7 +157,7 @@ impl Process {
         }
         let key = process.key(config)?;
         // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one exists;
-        // FlagCX calls it in addition. Before the first success there are no contexts.
+        // FlagCX calls it in addition. Before the first success no context makes connections.
         let is_alone = process.contexts.is_empty() || first;
         if is_alone || args.api < 11 && args.host == Host::Nccl {
             let found = devices::discover(config)?;

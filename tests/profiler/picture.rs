@@ -36,7 +36,7 @@ impl Picture {
         let dir = tempfile::tempdir().unwrap();
         super::run(&format!("devices:{version}"), dir.path(), &[]);
         let trace = &check::traces(dir.path())[0];
-        assert_eq!(check::load(trace).processes[0].dropped, 0, "the picture is whole when no event was dropped");
+        assert_eq!(check::load(trace).processes[0].dropped, 0, "events were dropped");
         let bytes = std::fs::read(trace).unwrap();
         let (mut picture, mut categories) = (Self::default(), HashMap::new());
         for packet in Packets::new(&bytes) {

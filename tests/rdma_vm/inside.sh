@@ -61,8 +61,8 @@ run() {
     124) sed '/HANGS: after/q' "$log" | sed -n 's/^test \([^ ]*\) \.\.\. .*/\1/p' | tail -n 1 >/out/hangs ;;
     *)
         echo "$what" >>/out/failed
-        # For the end, since a long log may be shown only from there.
-        { echo "# $what:"; grep -A 2 'panicked at' "$log" | head -n 24; } >>/tmp/reasons
+        # Repeated at the end: the beginning of a long log may be cut.
+        { echo "# $what:"; grep -A 3 'panicked at' "$log" || tail -n 12 "$log"; } | head -n 30 >>/tmp/reasons
         ;;
     esac
     [ "$result" = 0 ] || failures+=("$what")

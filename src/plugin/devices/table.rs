@@ -45,6 +45,12 @@ impl Binding {
     }
 }
 
+impl Plan {
+    fn binding(&self) -> Binding {
+        Binding { rails: self.rails.clone().into(), ports: self.ports.iter().map(|port| port.place).collect() }
+    }
+}
+
 impl Table {
     /// A table without devices.
     pub(crate) const fn new() -> Self {
@@ -62,9 +68,10 @@ impl Table {
     pub(crate) fn load(&self, plans: Vec<Plan>) {
         let mut state = self.state();
         state.loaded = Some(plans);
-        // NCCL may have counted a device that stands in and not count again: it must get one that connects.
-        if state.devices.iter().all(|device| device.plan.is_stand_in()) {
+        if state.devices.is_empty() {
             state.take_loaded();
+        } else {
+            state.bind_stand_ins();
         }
     }
 
@@ -150,6 +157,15 @@ impl State {
         }
     }
 
+    /// NCCL may have counted a stand-in, and not count again: it connects over the first device that was loaded. Its
+    /// name and properties stay, since another communicator may be looking them up.
+    fn bind_stand_ins(&mut self) {
+        let Some(first) = self.loaded.as_ref().and_then(|plans| plans.first()) else { return };
+        for device in self.devices.iter_mut().filter(|device| device.plan.is_stand_in()) {
+            device.binding = first.binding();
+        }
+    }
+
     fn device(&self, number: i32) -> Result<&Device> {
         let found = usize::try_from(number).ok().and_then(|position| self.devices.get(position));
         found.ok_or_else(|| Error::argument(format!("there is no device {number}, only {}", self.devices.len())))
@@ -163,8 +179,7 @@ impl State {
             self.given.push(kept);
             kept
         });
-        let ports = plan.ports.iter().map(|port| port.place).collect();
-        let binding = Binding { rails: plan.rails.clone().into(), ports };
+        let binding = plan.binding();
         self.devices.push(Device { properties, plan, binding });
     }
 
@@ -387,15 +402,19 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_in_for_devices_is_replaced_at_once() {
+    fn a_stand_in_connects_over_the_first_device_that_is_loaded_and_is_replaced_with_the_next_count() {
         let table = Table::new();
         table.load(vec![Plan::stand_in()]);
-        assert_eq!((table.count(), name(&table, 0).as_str()), (1, "none"));
+        let virtual_one = make(&table, &[0]).expect("NCCL 2.24 asks for devices of one member");
+        let rails = |number| table.binding(number).expect("a device").rails.len();
+        assert_eq!((table.count(), rails(0), rails(virtual_one)), (2, 0, 0));
         table.load(plans(2));
-        assert_eq!(table.binding(0).expect("a device").rails.len(), 1, "NCCL does not count again");
-        assert_eq!((name(&table, 0).as_str(), name(&table, 1).as_str()), ("eth0", "eth1"));
+        assert_eq!((rails(0), rails(virtual_one)), (1, 1));
+        assert_eq!(name(&table, 0), "none", "NCCL may be looking it up");
+        assert!(table.properties(2).is_err(), "nor is there another device than NCCL counted");
+        assert_eq!((table.count(), name(&table, 0).as_str(), name(&table, 1).as_str()), (2, "eth0", "eth1"));
         table.load(vec![Plan::stand_in()]);
-        assert_eq!(name(&table, 0), "eth0", "devices stay until they are counted");
+        assert_eq!((name(&table, 0).as_str(), rails(0)), ("eth0", 1), "devices stay until they are counted");
     }
 
     #[test]
