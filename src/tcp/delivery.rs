@@ -321,6 +321,19 @@ mod tests {
         assert_eq!(deliveries.segment(0), Some(1220));
     }
 
+    /// The path may have been out until that handshake.
+    #[test]
+    fn a_silence_that_ends_soon_after_another_streams_handshake_teaches_nothing_yet() {
+        for (late, expected) in [(800, Some(1220)), (1000, None)] {
+            let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+            lose(&mut deliveries, start, 1);
+            deliveries.begins(0, Some(0), long(7), start + 2401 * MS);
+            deliveries.begins(1, Some(0), long(7), start + MS * (2400 + late));
+            deliveries.ended(0, start + 4800 * MS, SILENT, PATIENCE);
+            assert_eq!(deliveries.segment(0), expected, "{late} ms");
+        }
+    }
+
     /// A message goes from stream to stream: each is silent once, while others reconnect.
     #[test]
     fn streams_that_are_silent_by_turns_teach_what_one_does() {
