@@ -119,12 +119,11 @@ fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {
             let slowest = send(LENGTHS, PATIENCE);
             let records = log.records();
             // Two epochs of 2.4 s each; a stream that was idle meanwhile may share the end of another on its path after
-            // that. On a busy machine a third: one that ends soon after another stream's late handshake does not count.
-            // Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
+            // that. Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
             for stream in 0..3 {
                 let broke = |text: &str| text.contains(&format!("stream {stream} to ")) && text.contains(" broke (");
                 let epochs = records.iter().filter(|line| broke(&line.text)).count();
-                assert!(epochs <= 4, "stream {stream} was lost {epochs} times: {records:?}");
+                assert!(epochs <= 3, "stream {stream} was lost {epochs} times: {records:?}");
             }
             assert!(slowest < Duration::from_secs(15), "{slowest:?}");
             let told = records.iter().filter(|line| line.is_warning() && line.text.contains("small packets pass to "));
